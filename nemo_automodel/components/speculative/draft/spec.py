@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft's `config.json`: its sole reader and writer. Plain Python, no torch.
+
+Keys and class name follow what NeMo Automodel writes, so that tools of that world read our drafts; what they leave
+out and vLLM needs (true layer count, aux layer ids, rope in both spellings) is always written. See docs/fixups.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Mapping
+
+ARCHITECTURE = "LlamaEagle3DraftModel"
+
+
+def default_aux_layer_ids(num_target_layers: int) -> tuple[int, int, int]:
+    """Three distinct ascending ids in 1..n-1; id k is the residual stream entering layer k (HF `hidden_states[k]`).
+
+    vLLM's own default (2, n//2, n-3) collides for n = 4, 5, 6; here the nearest distinct triple is taken.
+
+    Raises:
+        ValueError: fewer than 4 target layers have no three distinct ids in range.
+    """
+    n = num_target_layers
+    if n < 4:
+        raise ValueError(f"a target of {n} layers has no three distinct aux layers in 1..{n - 1}")
+    low, mid, high = sorted((2, n // 2, n - 3))
+    if len({low, mid, high}) == 3 and low >= 1:
+        return low, mid, high
+    low = max(1, min(low, n - 3))
+    mid = max(low + 1, min(n // 2, n - 2))
+    return low, mid, max(mid + 1, min(n - 3, n - 1))
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding of the draft: base and, if any, the scaling dict in HF's spelling."""
+
+    theta: float
+    scaling: Mapping[str, Any] | None = None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RopeSpec:
+        """Read either spelling: `rope_parameters` (transformers 5) before `rope_theta` + `rope_scaling`."""
+        both = dict(config.get("rope_parameters") or {})
+        theta = both.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+        scaling = both or dict(config.get("rope_scaling") or {})
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        return cls(float(theta), None if kind == "default" else scaling)
+
+    def to_config(self) -> dict[str, Any]:
+        """Both spellings; effective values are equal. No nulls (vLLM's readers take a null for a value)."""
+        kind = dict(self.scaling) if self.scaling else {"rope_type": "default"}
+        out: dict[str, Any] = {"rope_theta": self.theta, "rope_parameters": {**kind, "rope_theta": self.theta}}
+        if self.scaling:
+            out["rope_scaling"] = dict(self.scaling)
+        return out
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """Shape and convention of one P-EAGLE draft; sizes in elements."""
+
+    hidden_size: int  # H
+    target_hidden_size: int  # H of the target; fc takes 3 of these
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    vocab_size: int  # V: the target's
+    draft_vocab_size: int
+    max_position_embeddings: int
+    rope: RopeSpec
+    aux_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    num_depths: int  # K
+    down_sample_ratio: float
+    down_sample_ratio_min: float
+    dtype: str = "float32"  # of the saved weights: "float32" or "bfloat16"
+    norm_before_residual: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def to_config(self) -> dict[str, Any]:
+        """The dict for `config.json`; no nulls, no `quantization_config`, no `layer_types`."""
+        config: dict[str, Any] = {
+            "architectures": [ARCHITECTURE],
+            "model_type": "llama",
+            "parallel_drafting": True,
+            "num_depths": self.num_depths,
+            "down_sample_ratio": self.down_sample_ratio,
+            "down_sample_ratio_min": self.down_sample_ratio_min,
+            "mask_token_id": self.mask_token_id,
+            "draft_vocab_size": self.draft_vocab_size,
+            "target_hidden_size": self.target_hidden_size,
+            "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_position_embeddings,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "norm_before_residual": self.norm_before_residual,
+            "norm_output": False,
+            "fc_norm": False,
+            "dtype": self.dtype,
+            **self.rope.to_config(),
+        }
+        tokens = {"bos_token_id": self.bos_token_id, "eos_token_id": self.eos_token_id, "pad_token_id": self.pad_token_id}
+        return config | {key: value for key, value in tokens.items() if value is not None}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> DraftSpec:
+        """Read a config.json that `to_config` or our export wrote.
+
+        Raises:
+            KeyError: a key that fixes the shape is missing; its name is the message.
+        """
+        return cls(
+            hidden_size=config["hidden_size"],
+            target_hidden_size=config.get("target_hidden_size") or config["hidden_size"],
+            num_layers=config["num_hidden_layers"],
+            num_attention_heads=config["num_attention_heads"],
+            num_key_value_heads=config["num_key_value_heads"],
+            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            intermediate_size=config["intermediate_size"],
+            rms_norm_eps=config["rms_norm_eps"],
+            vocab_size=config["vocab_size"],
+            draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
+            max_position_embeddings=config["max_position_embeddings"],
+            rope=RopeSpec.from_config(config),
+            aux_layer_ids=tuple(config["eagle_aux_hidden_state_layer_ids"]),
+            mask_token_id=config["mask_token_id"],
+            num_depths=config["num_depths"],
+            down_sample_ratio=config.get("down_sample_ratio", 1.0),
+            down_sample_ratio_min=config.get("down_sample_ratio_min", 1.0),
+            dtype=config.get("dtype", "float32"),
+            norm_before_residual=bool(config.get("norm_before_residual", False)),
+            bos_token_id=config.get("bos_token_id"),
+            eos_token_id=config.get("eos_token_id"),
+            pad_token_id=config.get("pad_token_id"),
+        )

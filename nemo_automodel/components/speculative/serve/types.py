@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plain values that flow resolve -> fixup -> export -> command -> launch. All frozen, none imports torch."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Mapping
+
+from nemo_automodel.files import TensorInfo
+
+
+@dataclass(frozen=True)
+class BenchmarkSpec:
+    """What the benchmark asks; `prompts` is a JSONL path of chat rows."""
+
+    prompts: str | None = None
+    num_prompts: int = 60
+    max_new_tokens: int = 128
+    concurrency: int = 1
+    baseline: bool = True
+    ngram: bool = False
+    parity: bool = False
+    min_acceptance_length: float | None = None
+
+
+@dataclass(frozen=True)
+class ServeSpec:
+    """One serving job, as parsed from Hydra or from the plain command line; names as in design section 2."""
+
+    checkpoint: str
+    target: str
+    print_only: bool = False
+    benchmark_mode: bool = False
+    python: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    tensor_parallel_size: int = 1
+    draft_tensor_parallel_size: int | None = None
+    num_speculative_tokens: int | None = None
+    method: str | None = None
+    dtype: str = "auto"
+    gpu_memory_utilization: float = 0.8
+    max_model_len: int | None = None
+    trust_remote_code: bool = False
+    served_model_name: str | None = None
+    export_dir: str | None = None
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    vllm_version: str = "auto"
+    benchmark: BenchmarkSpec = field(default_factory=BenchmarkSpec)
+
+
+class Layout(Enum):
+    """Who wrote the draft, told by its files."""
+
+    nemo = "NeMo Automodel"
+    speculators = "speculators"
+    midlayer = "SpecForge / SafeAILab (midlayer.)"
+    vllm = "vLLM-ready"
+
+
+@dataclass(frozen=True)
+class ShardTensor:
+    """A tensor and the shard file that holds it."""
+
+    info: TensorInfo
+    shard: Path
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What the draft is checked against, read from the target's config.json (nested `text_config` flattened)."""
+
+    path: str
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    max_position_embeddings: int
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A draft found on disk: headers and config, no tensor data."""
+
+    model_dir: Path
+    layout: Layout
+    config: Mapping[str, Any]
+    tensors: tuple[ShardTensor, ...]
+    shards: tuple[Path, ...]
+
+    def names(self) -> frozenset[str]:
+        return frozenset(t.name for t in self.tensors)
+
+
+@dataclass(frozen=True)
+class Fixup:
+    """One change of one config key (or of the tensor set), with its reason."""
+
+    key: str
+    old: Any
+    new: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Fixups:
+    """The whole plan for one export. `config` is the config.json to write; `renames` maps every kept tensor."""
+
+    config: Mapping[str, Any]
+    changes: tuple[Fixup, ...]
+    renames: Mapping[str, str]  # source name -> exported name, for every tensor that is kept
+    dropped: tuple[str, ...]  # source names that are left out
+    warnings: tuple[str, ...]
+    parallel_drafting: bool  # True: P-EAGLE; False: EAGLE-3
+    num_speculative_tokens: int  # K
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A folder that vLLM loads as `speculative_config.model`."""
+
+    dir: Path
+    reused: bool
+    digest: str  # of the manifest: source, fixups, layout version
+
+
+@dataclass(frozen=True)
+class LaunchCommand:
+    """What would be started. `env` is added to the inherited environment; `unset` names what is taken out of it."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    unset: tuple[str, ...]
+
+    def shell(self) -> str:
+        """One line for a POSIX shell that does the same; secrets are never in `argv` or `env`."""
+        words = ["env", *(f"--unset={name}" for name in self.unset), *(f"{k}={v}" for k, v in self.env.items())]
+        prefix = words if len(words) > 1 else []
+        return shlex.join([*prefix, *self.argv])
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """A server that has proven itself ready."""
+
+    url: str
+    pid: int
+    ready_s: float

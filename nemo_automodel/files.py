@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Atomic writes, digests and safetensors headers, without torch or numpy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format's own reader
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a safetensors file; offsets count from the end of the header, in bytes."""
+
+    name: str
+    dtype: str  # safetensors spelling: "F32", "BF16", "I64", "BOOL", ...
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for side in self.shape:
+            count *= side
+        return count
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """The parsed header; `data_start` is the file offset of the first tensor byte."""
+
+    tensors: tuple[TensorInfo, ...]  # ascending by `begin`
+    metadata: dict[str, str]
+    data_start: int
+
+
+def read_safetensors_header(path: Path) -> SafetensorsHeader:
+    """Read names, dtypes, shapes and offsets of one safetensors file; no tensor data.
+
+    Raises:
+        ValueError: the file is truncated, its header is no JSON, or offsets leave the file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise ValueError(f"{path}: {size} bytes, too short for a safetensors file")
+        (length,) = struct.unpack("<Q", prefix)
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"{path}: header of {length} bytes does not fit a file of {size} bytes (half-written?)")
+        try:
+            raw = json.loads(file.read(length))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path}: its header is not JSON ({error})") from error
+    return _parse_header(raw, path, data_start=8 + length, file_size=size)
+
+
+def _parse_header(raw: object, path: Path, *, data_start: int, file_size: int) -> SafetensorsHeader:
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: its header is not a JSON object")
+    metadata = raw.pop("__metadata__", None) or {}
+    try:
+        tensors = [
+            TensorInfo(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]) for name, entry in raw.items()
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: malformed tensor entry in the header ({error!r})") from error
+    tensors.sort(key=lambda t: (t.begin, t.end))
+    end = max((t.end for t in tensors), default=0)
+    if data_start + end != file_size:
+        raise ValueError(f"{path}: {file_size} bytes, but its header promises {data_start + end} (half-written?)")
+    return SafetensorsHeader(tuple(tensors), metadata, data_start)
+
+
+def build_safetensors_header(tensors: list[TensorInfo], metadata: dict[str, str]) -> bytes:
+    """The length prefix and header bytes for these tensors, padded with spaces so that data starts 8-aligned."""
+    body: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    for t in tensors:
+        body[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.begin, t.end]}
+    text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write a whole file or nothing: sibling temp file, fsync, one rename, fsync of the folder."""
+    payload = data.encode() if isinstance(data, str) else data
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def write_json(path: Path, value: object) -> None:
+    """`write_atomic` of plain JSON: indented, non-ASCII kept, NaN refused."""
+    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict:
+    """Read one JSON object.
+
+    Raises:
+        ValueError: no JSON, or JSON that is no object; the path is in the message.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: a JSON object is wanted, found {type(value).__name__}")
+    return value
+
+
+def fsync_dir(path: Path) -> None:
+    """Make a rename in this folder survive a power cut."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256_file(path: Path) -> str:
+    """Hex SHA-256 of a file's content, read in 1 MiB pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
