@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The border: a composed Hydra config becomes typed dataclasses, checked; nothing below sees OmegaConf."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from nemo_automodel.components.speculative.serve.types import BenchmarkSpec, ServeSpec
+from nemo_automodel.config.schema import AppConfig, ServeMode
+from nemo_automodel.errors import ConfigError
+
+
+def parse_config(config: DictConfig) -> AppConfig:
+    """Turn the composed config into an `AppConfig`.
+
+    Merging the plain container into the schema again is what refuses keys added with `+` (Hydra lets them pass).
+
+    Raises:
+        ConfigError: unknown key, wrong type, missing value, or a value out of range.
+    """
+    try:
+        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        _refuse_unknown(plain, AppConfig, prefix="")
+        app = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AppConfig), plain))
+    except MissingMandatoryValue as error:
+        key = error.full_key or "?"
+        raise ConfigError("a value is missing", where=key, remedy=f"add {key}=...") from error
+    except OmegaConfBaseException as error:
+        first = str(error).strip().split("\n")[0]
+        raise ConfigError(first, where=error.full_key or "config", remedy="correct the value") from error
+    _check_values(app)
+    return app
+
+
+def _refuse_unknown(plain: Any, schema: type, prefix: str) -> None:
+    known = {f.name: f for f in fields(schema)}
+    for key, value in plain.items():
+        where = f"{prefix}{key}"
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"known keys: {', '.join(sorted(known))}"
+            raise ConfigError("unknown key", where=where, remedy=hint)
+        factory = known[key].default_factory
+        if isinstance(value, dict) and isinstance(factory, type) and is_dataclass(factory):
+            _refuse_unknown(value, factory, prefix=f"{where}.")
+
+
+# (key, reads the value, is it fine?, what is wanted)
+_RULES: list[tuple[str, Callable[[AppConfig], Any], Callable[[Any], bool], str]] = [
+    ("train.num_epochs", lambda a: a.train.num_epochs, lambda v: v >= 1, "1 or more"),
+    ("train.max_steps", lambda a: a.train.max_steps, lambda v: v is None or v >= 1, "1 or more, or null"),
+    ("train.seq_length", lambda a: a.train.seq_length, lambda v: v >= 8, "8 tokens or more"),
+    ("train.micro_batch_size", lambda a: a.train.micro_batch_size, lambda v: v >= 1, "1 or more"),
+    ("train.grad_accumulation_steps", lambda a: a.train.grad_accumulation_steps, lambda v: v >= 1, "1 or more"),
+    ("train.lr", lambda a: a.train.lr, lambda v: v > 0, "a positive number"),
+    ("train.betas", lambda a: a.train.betas, lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)"),
+    ("train.weight_decay", lambda a: a.train.weight_decay, lambda v: v >= 0, "0 or more"),
+    ("train.warmup_ratio", lambda a: a.train.warmup_ratio, lambda v: 0 <= v < 1, "in [0, 1)"),
+    ("train.min_lr_ratio", lambda a: a.train.min_lr_ratio, lambda v: 0 <= v <= 1, "in [0, 1]"),
+    ("train.max_grad_norm", lambda a: a.train.max_grad_norm, lambda v: v > 0, "a positive number"),
+    ("train.num_threads", lambda a: a.train.num_threads, lambda v: v is None or v >= 1, "1 or more, or null"),
+    ("train.log_every_steps", lambda a: a.train.log_every_steps, lambda v: v >= 1, "1 or more"),
+    ("train.save_every_steps", lambda a: a.train.save_every_steps, lambda v: v is None or v >= 1, "1 or more, or null"),
+    ("data.max_rows", lambda a: a.data.max_rows, lambda v: v is None or v >= 1, "1 or more, or null"),
+    ("data.max_validation_rows", lambda a: a.data.max_validation_rows, lambda v: v >= 1, "1 or more"),
+    ("data.column", lambda a: a.data.column, lambda v: v in (None, "messages", "conversations"), "messages, conversations or null"),
+    ("draft.num_layers", lambda a: a.draft.num_layers, lambda v: v >= 1, "1 or more"),
+    ("draft.num_depths", lambda a: a.draft.num_depths, lambda v: v >= 1, "1 or more"),
+    ("draft.down_sample_ratio", lambda a: a.draft.down_sample_ratio, lambda v: 0 < v <= 1, "in (0, 1]"),
+    ("draft.down_sample_ratio_min", lambda a: a.draft.down_sample_ratio_min, lambda v: 0 < v <= 1, "in (0, 1]"),
+    ("draft.draft_vocab_size", lambda a: a.draft.draft_vocab_size, lambda v: v is None or v >= 1, "1 or more, or null"),
+    ("serve.port", lambda a: a.serve.port, lambda v: 0 <= v <= 65535, "0 (pick a free one) to 65535"),
+    ("serve.tensor_parallel_size", lambda a: a.serve.tensor_parallel_size, lambda v: v >= 1, "1 or more"),
+    ("serve.gpu_memory_utilization", lambda a: a.serve.gpu_memory_utilization, lambda v: 0 < v <= 1, "in (0, 1]"),
+    ("serve.max_model_len", lambda a: a.serve.max_model_len, lambda v: v is None or v >= 1, "1 or more, or null"),
+    ("serve.num_speculative_tokens", lambda a: a.serve.num_speculative_tokens, lambda v: v is None or v >= 1, "1 or more, or null"),
+    ("serve.benchmark.num_prompts", lambda a: a.serve.benchmark.num_prompts, lambda v: v >= 1, "1 or more"),
+    ("serve.benchmark.max_new_tokens", lambda a: a.serve.benchmark.max_new_tokens, lambda v: v >= 1, "1 or more"),
+    ("serve.benchmark.concurrency", lambda a: a.serve.benchmark.concurrency, lambda v: v >= 1, "1 or more"),
+]
+
+
+def _check_values(app: AppConfig) -> None:
+    for key, read, fine, wanted in _RULES:
+        value = read(app)
+        if not fine(value):
+            raise ConfigError(f"{value} is out of range", where=key, remedy=f"give {wanted}")
+
+
+def build_serve_spec(app: AppConfig, *, checkpoint: str, base_dir: Path) -> ServeSpec:
+    """The serving job of this config. Relative paths of prompts and exports count from `base_dir`."""
+    serve, bench = app.serve, app.serve.benchmark
+    prompts = bench.prompts or app.data.validation
+    own = {f.name for f in fields(ServeSpec)} & {f.name for f in fields(serve)}
+    plain = {name: getattr(serve, name) for name in own - {"checkpoint", "target", "benchmark", "export_dir"}}
+    return ServeSpec(
+        checkpoint=checkpoint,
+        target=serve.target or app.target.path,
+        benchmark_mode=serve.mode is ServeMode.benchmark,
+        export_dir=_absolute(serve.export_dir, base_dir),
+        vllm_version=serve.vllm.version,
+        benchmark=BenchmarkSpec(
+            **{f.name: getattr(bench, f.name) for f in fields(BenchmarkSpec)} | {"prompts": _absolute(prompts, base_dir)}
+        ),
+        **plain | {"trust_remote_code": serve.trust_remote_code or app.target.trust_remote_code},
+    )
+
+
+def _absolute(path: str | None, base_dir: Path) -> str | None:
+    return None if path is None else str(base_dir / Path(path).expanduser())

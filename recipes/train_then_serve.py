@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a draft, then serve it: compose -> parse -> preflight -> train -> serve.
+
+    python recipes/train_then_serve.py serve.enabled=true
+    python recipes/train_then_serve.py --help
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from nemo_automodel.components.speculative.serve.pipeline import record_failure, run_serve
+from nemo_automodel.components.speculative.serve.preflight import preflight
+from nemo_automodel.components.speculative.sweep import SweepCallback, expand_globs
+from nemo_automodel.components.speculative.train.job import build_train_job
+from nemo_automodel.components.speculative.train.workers import run_training
+from nemo_automodel.config.parse import build_serve_spec, parse_config
+from nemo_automodel.config.schema import AppConfig, ServeMode
+from nemo_automodel.config.store import register
+from nemo_automodel.errors import ConfigError, Interrupted, UserError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this job runs: Hydra's run dir, the directory the user typed in, and whether it is one of many."""
+
+    run_dir: Path
+    base_dir: Path
+    recipe: str
+    multirun: bool
+
+
+def run_job(app: AppConfig, place: Place) -> int:
+    """Preflight, train, serve; returns the exit code. Training has ended, and freed the GPU, before serving begins."""
+    if not (app.train.enabled or app.serve.enabled):
+        raise ConfigError(
+            "nothing to do", where="train.enabled=false serve.enabled=false", remedy="add serve.enabled=true"
+        )
+    if place.multirun and app.serve.enabled and app.serve.mode is ServeMode.foreground and not app.serve.print_only:
+        raise ConfigError(
+            "a server in the foreground would hold the sweep at its first job",
+            where="serve.mode=foreground with --multirun",
+            remedy="add serve.mode=benchmark or serve.print_only=true",
+        )
+    checkpoint = _checkpoint_to_serve(app, place)
+    spec = build_serve_spec(app, checkpoint=checkpoint, base_dir=place.base_dir)
+    if app.train.enabled and app.serve.print_only:
+        # print_only changes nothing, so it does not train either: what it shows is for a draft that is there.
+        raise ConfigError(
+            "print_only shows what would be served and trains nothing",
+            where="serve.print_only=true train.enabled=true",
+            remedy="add train.enabled=false serve.checkpoint=PATH",
+        )
+    if app.train.enabled:
+        if app.serve.enabled:
+            preflight(spec, app.draft)
+        result = run_training(build_train_job(app, place.run_dir))
+        spec = build_serve_spec(app, checkpoint=str(result.checkpoint), base_dir=place.base_dir)
+    return run_serve(spec, base_dir=place.base_dir, out_dir=place.run_dir) if app.serve.enabled else 0
+
+
+def _checkpoint_to_serve(app: AppConfig, place: Place) -> str:
+    """What `serve.checkpoint` means here; LATEST without training is the newest run of this recipe."""
+    wanted = app.serve.checkpoint
+    if app.train.enabled:
+        if wanted != "LATEST":
+            raise ConfigError(
+                "a run that trains serves its own last checkpoint",
+                where=f"serve.checkpoint={wanted}",
+                remedy="add train.enabled=false, or leave serve.checkpoint out",
+            )
+        return str(place.run_dir)
+    if wanted != "LATEST":
+        return wanted
+    runs = sorted((place.base_dir / "outputs" / place.recipe).glob("*/checkpoints/LATEST"))
+    if app.serve.enabled and not runs:
+        raise ConfigError(
+            f"no finished run under outputs/{place.recipe}/",
+            where="serve.checkpoint=LATEST",
+            remedy="train first, or add serve.checkpoint=PATH",
+        )
+    return str(runs[-1].parent.parent) if runs else wanted
+
+
+def guarded(config: DictConfig, place: Place) -> int:
+    """Run one job; a user's mistake is one line. In a sweep no failure may end the other jobs."""
+    try:
+        return run_job(parse_config(config), place)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        record_failure(place.run_dir, error)
+        if place.multirun and isinstance(error, Interrupted):
+            raise KeyboardInterrupt from error
+        return error.exit_code
+    except Exception as error:
+        record_failure(place.run_dir, error)
+        if not place.multirun:
+            raise
+        traceback.print_exc()
+        return 1
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="quickstart")
+def main(config: DictConfig) -> None:
+    """One job, as Hydra calls it."""
+    hydra_config = HydraConfig.get()
+    place = Place(
+        run_dir=Path(hydra_config.runtime.output_dir),
+        base_dir=Path(hydra_config.runtime.cwd),
+        recipe=hydra_config.job.config_name,
+        multirun=hydra_config.mode is RunMode.MULTIRUN,
+    )
+    code = guarded(config, place)
+    if code and not place.multirun:
+        sys.exit(code)
+
+
+def command_line() -> int:
+    """Compose and run; after a multirun, the leaderboard decides the exit code."""
+    register()
+    try:
+        sys.argv[1:] = expand_globs(sys.argv[1:], Path.cwd())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    try:
+        main()
+    except KeyboardInterrupt:
+        return Interrupted.exit_code
+    finally:
+        failed = _finish_sweep()
+    return 1 if failed else 0
+
+
+def _finish_sweep() -> int:
+    """Write and show the leaderboard of the sweep that just ran, if one did; returns the number of failed jobs."""
+    if SweepCallback.sweep_dir is None:
+        return 0
+    from nemo_automodel.components.speculative.bench.leaderboard import write_leaderboard
+
+    return write_leaderboard(SweepCallback.sweep_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())
