@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from nemo_automodel.components.speculative.serve.pipeline import record_failure, run_serve
 from nemo_automodel.components.speculative.serve.preflight import preflight
-from nemo_automodel.components.speculative.sweep import SweepCallback, expand_globs
+from nemo_automodel.components.speculative.sweep import SweepCallback, prepare_arguments
 from nemo_automodel.components.speculative.train.job import build_train_job
 from nemo_automodel.components.speculative.train.workers import run_training
 from nemo_automodel.config.parse import build_serve_spec, parse_config
@@ -127,7 +127,7 @@ def command_line() -> int:
     """Compose and run; after a multirun, the leaderboard decides the exit code."""
     register()
     try:
-        sys.argv[1:] = expand_globs(sys.argv[1:], Path.cwd())
+        sys.argv[1:] = prepare_arguments(sys.argv[1:], Path.cwd())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Hydra multirun over checkpoints needs besides Hydra: globs over paths, and an end with a leaderboard."""
+"""What the command line needs besides Hydra: globs over checkpoints, paths that stay text, and the end of a sweep."""
 
 from __future__ import annotations
 
@@ -16,16 +16,29 @@ from nemo_automodel.errors import ConfigError
 _GLOB = re.compile(r"^(serve\.checkpoint)=glob\((.*)\)$", re.DOTALL)
 
 
-def expand_globs(arguments: list[str], base_dir: Path) -> list[str]:
-    """Replace `serve.checkpoint=glob(PATTERN)` by the sorted list of matching folders, quoted for Hydra.
+# Keys that hold a path or a name. Hydra's grammar would make the number 100000.0 of a folder called 1e5.
+_TEXT_KEYS = ("serve.checkpoint", "serve.target", "serve.python", "serve.export_dir", "target.path", "train.resume")
+_LOOKS_TYPED = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?|inf|nan|true|false|yes|no|on|off", re.IGNORECASE)
 
-    Hydra's own `glob()` looks among the options of a config group, never among files: on a plain value it gives
+
+def prepare_arguments(arguments: list[str], base_dir: Path) -> list[str]:
+    """The command line as Hydra should see it: globs expanded, path values kept text.
+
+    `serve.checkpoint=glob(PATTERN)` becomes the sorted list of matching folders. Hydra's own `glob()` looks among the options of a config group, never among files: on a plain value it gives
     0 jobs and exit code 0. LATEST and BEST only point at folders of the same list, so they are left out.
 
     Raises:
         ConfigError: nothing matches.
     """
-    return [_expand(argument, base_dir) for argument in arguments]
+    return [_keep_text(_expand(argument, base_dir)) for argument in arguments]
+
+
+def _keep_text(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    if not equals or key not in _TEXT_KEYS:
+        return argument
+    items = value.split(",")
+    return f"{key}=" + ",".join(f"'{item}'" if _LOOKS_TYPED.fullmatch(item) else item for item in items)
 
 
 def _expand(argument: str, base_dir: Path) -> str:

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paths in a sweep: globs are expanded, and any name survives Hydra's override grammar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
+
+from nemo_automodel.components.speculative.sweep import prepare_arguments, quote_value
+from nemo_automodel.errors import ConfigError
+
+ODD = ["a b", "a=b,c", "it's", "back\\slash", "end\\", "é(x)[y]{z}#", "1e5", "\\'", "a'", 'x"y', "${a}", "tab\tx", "~x"]
+
+
+@pytest.mark.parametrize("value", ["/plain/path-1.0_x", *(f"/run/{odd}" for odd in ODD), *ODD])
+def test_a_quoted_value_comes_back_unchanged(value: str) -> None:
+    parsed = OverridesParser.create().parse_override(f"serve.checkpoint={quote_value(value)}").value()
+    assert (parsed.text if isinstance(parsed, QuotedString) else parsed) == value
+
+
+def test_a_glob_becomes_its_folders_in_order_of_steps(tmp_path: Path) -> None:
+    for name in ("epoch_0_step_1000", "epoch_0_step_500", "odd, name=1"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "LATEST").symlink_to("epoch_0_step_1000")
+    (argument,) = prepare_arguments(["serve.checkpoint=glob(checkpoints/*)"], tmp_path)
+    override = OverridesParser.create().parse_override(argument)
+    values = [getattr(v, "text", v) for v in override.sweep_iterator()]
+    assert [Path(str(v)).name for v in values] == ["epoch_0_step_500", "epoch_0_step_1000", "odd, name=1"]
+
+
+def test_a_glob_without_match_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no folder matches"):
+        prepare_arguments(["serve.checkpoint=glob(nothing/*)"], tmp_path)
+
+
+def test_other_arguments_are_left_alone(tmp_path: Path) -> None:
+    arguments = ["-m", "serve.checkpoint=a,b", "serve.port=glob(*)"]
+    assert prepare_arguments(arguments, tmp_path) == arguments
+
+
+@pytest.mark.parametrize("name", ["1e5", "007", "true", "1_000", "-1", "nan"])
+def test_a_folder_named_like_a_number_stays_a_name(name: str) -> None:
+    (argument,) = prepare_arguments([f"serve.checkpoint=run,{name}"], Path("."))
+    override = OverridesParser.create().parse_override(argument)
+    assert [getattr(v, "text", v) for v in override.sweep_iterator()] == ["run", name]
