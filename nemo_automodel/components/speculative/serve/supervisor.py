@@ -65,7 +65,6 @@ def _prepare_child() -> None:
     """In the server's process before exec: a group of its own, and SIGTERM should the supervisor be killed."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
 
 
 def _others() -> list[int]:
@@ -104,28 +103,39 @@ def _stop(server: subprocess.Popen, grace: float) -> None:
     _reap()
 
 
-def _watch(server: subprocess.Popen, lifeline: int, stop_asked: list[int]) -> None:
-    """Return when the server has ended, a stop was asked for, or the lifeline has closed."""
+def _watch(server: subprocess.Popen, lifeline: int, wakeups: int, stop_asked: list[int]) -> None:
+    """Return when the server has ended, a stop was asked for, or the lifeline has closed. Sleeps in between."""
     while server.poll() is None and not stop_asked:
-        readable, _, _ = select.select([lifeline], [], [], POLL_S)
-        if readable and not os.read(lifeline, 64):
+        readable, _, _ = select.select([lifeline, wakeups], [], [])
+        if wakeups in readable:
+            os.read(wakeups, 4096)
+        if lifeline in readable and not os.read(lifeline, 64):
             return
+
+
+def _install_signals(stop_asked: list[int]) -> int:
+    """SIGTERM and SIGINT ask for a stop; they and SIGCHLD also make the returned descriptor readable."""
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda signum, _frame: stop_asked.append(signum))
+    signal.signal(signal.SIGCHLD, lambda _signum, _frame: None)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return readable
 
 
 def main(argv: list[str]) -> int:
     lifeline, grace, command = int(argv[0]), float(argv[1]), argv[3:]
     stop_asked: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda signum, _frame: stop_asked.append(signum))
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    wakeups = _install_signals(stop_asked)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    os.set_inheritable(lifeline, False)
     try:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_prepare_child)
     except OSError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 127
-    _watch(server, lifeline, stop_asked)
+    _watch(server, lifeline, wakeups, stop_asked)
     _stop(server, grace)
     code = server.returncode if server.returncode is not None else -signal.SIGKILL
     return 128 - code if code < 0 else code
