@@ -18,7 +18,7 @@ setup: $(VENV)/installed
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: Python 3.10 or newer is needed [PYTHON=$(PYTHON)] -> make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { echo "error: no venv module [PYTHON=$(PYTHON)] -> apt-get install python3-venv"; exit 1; }
-	@echo "Installing torch, vLLM ($(EXTRA)) and the rest into $(VENV): one to four minutes after the downloads, $(if $(filter cpu,$(EXTRA)),3,12) GB."
+	@echo "Installing torch, vLLM ($(EXTRA)) and the rest into $(VENV): one to four minutes after the downloads, $(if $(filter cpu,$(EXTRA)),4,12) GB."
 	@$(PY) -m pip install -qq --disable-pip-version-check -e '.[$(EXTRA),test]'
 	@$(PY) -m nemo_automodel.install_check --vllm
 	@touch $@

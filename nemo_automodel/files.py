@@ -137,8 +137,11 @@ def fsync_dir(path: Path) -> None:
 
 def sha256_file(path: Path) -> str:
     """Hex SHA-256 of a file's content, read in 1 MiB pieces."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _umask() -> int:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the quickstart target model: tokenizer first, then a small Qwen3, on the CPU.
 
-    python recipes/quickstart/build_target.py --minutes 15
+    python recipes/quickstart/build_target.py
 
 The text is made while training, so no answer is seen often enough to be memorised.
 """
@@ -129,9 +129,9 @@ def train(model, data, steps, lr):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "target")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab-size", type=int, default=512)
     parser.add_argument("--seed", type=int, default=1)

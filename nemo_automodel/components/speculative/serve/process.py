@@ -22,8 +22,10 @@ GRACE_S = 30.0  # for the server's own shutdown after SIGTERM
 TAIL_BYTES = 256 * 1024
 
 _PREFIX = re.compile(r"^(\([^)]*pid=\d+\)\s*)?((DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+[\d-]+ [\d:]+\s+\[[^\]]*\]\s*)?")
-_CAUSE = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Exit)\b.*|.*: error: .*|.*\bOut of memory\b.*", re.I)
-_FOLLOW_UP = re.compile(r"Engine core initialization failed|EngineDeadError|EngineCore encountered|CancelledError|SystemExit")
+_CAUSE = re.compile(
+    r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Exit)\b.*|.*: error: .*|.*\bOut of memory\b.*", re.I
+)
+_ECHO = re.compile(r"root cause|stack trace|EngineDeadError|EngineCore encountered|CancelledError|SystemExit")
 _FRAME = re.compile(r'^\s*(File "|\^+|raise )')
 
 
@@ -36,12 +38,18 @@ def find_cause(text: str) -> str:
     lines = [_PREFIX.sub("", line).rstrip() for line in text.splitlines()]
     lines = [line for line in lines if line.strip() and not _FRAME.match(line)]
     causes = [i for i, line in enumerate(lines) if _CAUSE.match(line)]
-    telling = [i for i in causes if not _FOLLOW_UP.search(lines[i])] or causes
+    telling = [i for i in causes if not _ECHO.search(lines[i])] or causes
     if not telling:
         return " | ".join(line.strip() for line in lines[-3:]) or "it printed nothing"
     last = telling[-1]
     span = 3 if "validation error" in lines[last] else 1
-    return " ".join(line.strip() for line in lines[last : last + span])[:600]
+    return " ".join(line.strip() for line in lines[last : last + span])[:400]
+
+
+def last_line(text: str) -> str:
+    """The last line that says anything, without vLLM's prefix, for a progress line."""
+    lines = [line for line in (_PREFIX.sub("", line).strip() for line in text.splitlines()) if line]
+    return lines[-1][:100] if lines else "(no output yet)"
 
 
 class LogFile:
@@ -159,7 +167,9 @@ class ServerProcess:
             supervisor.signal_all(list(left), signal.SIGKILL)
             if time.monotonic() > deadline:
                 names = ", ".join(f"{pid} ({cmd})" for pid, cmd in left.items())
-                raise LaunchError(f"processes survived the stop: {names}", where="serve", remedy=f"kill -9 {' '.join(map(str, left))}")
+                raise LaunchError(
+                    f"processes survived the stop: {names}", where="serve", remedy=f"kill -9 {' '.join(map(str, left))}"
+                )
             time.sleep(0.05)
 
     def __enter__(self) -> ServerProcess:

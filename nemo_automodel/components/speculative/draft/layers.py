@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of the draft: what vLLM 0.32 computes in `model_executor/models/llama_eagle3.py`, in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from nemo_automodel.components.speculative.draft.spec import DraftSpec
+from nemo_automodel.errors import ConfigError
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # computed once from the config, whatever the length
+
+# (q [B, N, heads, D], k and v [B, N, kv_heads, D]) -> [B, N, heads, D]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, the mean square in fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> the same shape and dtype."""
+        if x.dtype == self.weight.dtype:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+def build_rotary(spec: DraftSpec) -> LlamaRotaryEmbedding:
+    """Rotary tables in HF's convention (halves rotated, not pairs), scaling included.
+
+    Raises:
+        ConfigError: a rope type whose frequencies depend on the length at hand.
+    """
+    scaling = dict(spec.rope.scaling or {})
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise ConfigError(
+            f"rope type {kind!r} of the target is not supported for a draft",
+            where="target.path",
+            remedy=f"take a target with one of {', '.join(ROPE_TYPES)}",
+        )
+    config = LlamaConfig(
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_attention_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=spec.max_position_embeddings,
+        rope_parameters={**scaling, "rope_type": kind, "rope_theta": spec.rope.theta},
+    )
+    return LlamaRotaryEmbedding(config)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate halves. x [B, N, heads, D]; cos, sin [B, N, 1, D]."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + turned * sin
+
+
+class Attention(nn.Module):
+    """Projections of one attention layer; which elements see which is `attend`'s business."""
+
+    def __init__(self, spec: DraftSpec, input_size: int) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.q_proj = nn.Linear(input_size, spec.num_attention_heads * spec.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, spec.num_key_value_heads * spec.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, spec.num_key_value_heads * spec.head_dim, bias=False)
+        self.o_proj = nn.Linear(spec.num_attention_heads * spec.head_dim, spec.hidden_size, bias=False)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, N, input] -> q [B, N, heads, D], k and v [B, N, kv_heads, D], not rotated."""
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return q, k, v
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, spec: DraftSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """One decoder layer. The first reads [norm(embedding), norm(hidden)], 2H wide; the others the hidden state only.
+
+    Every layer owns `hidden_norm`, as vLLM builds it in every layer; only the first one's is used.
+    """
+
+    def __init__(self, spec: DraftSpec, index: int) -> None:
+        super().__init__()
+        size, eps = spec.hidden_size, spec.rms_norm_eps
+        self.norm_before_residual = spec.norm_before_residual
+        self.input_layernorm = RMSNorm(size, eps)
+        self.hidden_norm = RMSNorm(size, eps)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.self_attn = Attention(spec, 2 * size if index == 0 else size)
+        self.mlp = MLP(spec)
+        if index > 0:
+            self.hidden_norm.weight.requires_grad_(False)
+
+    def fuse(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """First layer: embeds, hidden [..., H] -> attention input [..., 2H], residual [..., H]."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        return torch.cat((self.input_layernorm(embeds), normed), dim=-1), residual
+
+    def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """Output projection, residual, MLP, residual. attended [..., heads, D], residual [..., H] -> [..., H]."""
+        residual = residual + self.self_attn.o_proj(attended.flatten(-2))
+        return residual + self.mlp(self.post_attention_layernorm(residual))

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the export, or find that the one there is still right. The only file of the serve stage that writes weights.
+
+A sibling temp folder, fsync, one rename, under a lock. `manifest.json` decides freshness by equality with the plan and
+with each source file's size, times and inode; content is hashed only when those differ. Bytes go from file to file in
+the kernel (`copy_file_range`), so memory stays flat. The source is never written.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from nemo_automodel.components.speculative.serve.export_plan import (
+    CONFIG,
+    MANIFEST,
+    WEIGHTS,
+    ExportPlan,
+    Segment,
+    plan_export,
+)
+from nemo_automodel.components.speculative.serve.types import Exported
+from nemo_automodel.errors import ExportError
+from nemo_automodel.files import fsync_dir, read_json, sha256_file, write_json
+
+__all__ = ["ExportPlan", "export", "plan_export", "reusable_digest", "write_weights"]
+
+LOCK_SECONDS = 1800  # another export of the same draft is a copy of gigabytes at most
+WHERE = "serve.export_dir"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def export(plan: ExportPlan) -> Exported:
+    """Make `plan.dest` a folder that vLLM loads, or reuse it when it is still what the plan says.
+
+    Raises:
+        ExportError: no space, no permission, a foreign folder in the way, the source changed meanwhile, or another
+            export holds the lock for half an hour.
+    """
+    parent = plan.dest.parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(parent / f".{plan.dest.name}.lock", timeout=LOCK_SECONDS):
+            _remove_leftovers(plan.dest)
+            digest = reusable_digest(plan)
+            if digest is not None:
+                return Exported(plan.dest, True, digest)
+            _refuse_foreign(plan.dest)
+            return Exported(plan.dest, False, _build(plan))
+    except Timeout as error:
+        found = f"another process has been exporting to {plan.dest} for {LOCK_SECONDS} s"
+        raise ExportError(found, where=WHERE, remedy="wait for it or end it, then run again") from error
+    except OSError as error:
+        raise _as_export_error(error, plan) from error
+
+
+def _as_export_error(error: OSError, plan: ExportPlan) -> ExportError:
+    if error.errno in _FULL:
+        place = next(p for p in plan.dest.parents if p.exists())
+        free = shutil.disk_usage(place).free
+        found = f"no space for the export: {plan.weight_bytes} bytes needed, {free} free at {place} ({error.strerror})"
+        return ExportError(found, where=WHERE, remedy="make room, or serve.export_dir=FOLDER on another disk")
+    remedy = (
+        "serve.export_dir=FOLDER that can be written" if error.errno in _DENIED else "see the reason, then run again"
+    )
+    return ExportError(f"cannot export to {plan.dest}: {error}", where=WHERE, remedy=remedy)
+
+
+def file_facts(path: Path) -> dict[str, int]:
+    """What changes when a file's bytes do; equality of all of it stands for equality of content."""
+    stat = path.stat()
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino}
+
+
+def reusable_digest(plan: ExportPlan) -> str | None:
+    """The digest of the export at `plan.dest` when it is what the plan would write, else None."""
+    try:
+        manifest = read_json(plan.dest / MANIFEST)
+        written = read_json(plan.dest / CONFIG)
+        outputs = {WEIGHTS: _output_facts(plan.dest / WEIGHTS)}
+    except (OSError, ValueError):
+        return None  # not there or half-written: built anew
+    if manifest.get("content") != plan.content or written != plan.config or manifest.get("outputs") != outputs:
+        return None
+    recorded = manifest.get("sources")
+    if not isinstance(recorded, list) or [entry.get("name") for entry in recorded] != list(plan.sources):
+        return None
+    touched = False
+    for entry, path in zip(recorded, _paths(plan), strict=True):
+        facts = file_facts(path)
+        if facts == entry.get("facts"):
+            continue
+        if sha256_file(path) != entry.get("sha256"):
+            return None
+        entry["facts"], touched = facts, True
+    if touched and os.access(plan.dest, os.W_OK):
+        write_json(plan.dest / MANIFEST, manifest)  # so that the next run need not hash again
+    return manifest.get("digest")
+
+
+def _paths(plan: ExportPlan) -> list[Path]:
+    return [plan.model_dir / name for name in plan.sources]
+
+
+def _output_facts(path: Path) -> dict[str, int]:
+    stat = path.stat()
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def _remove_leftovers(dest: Path) -> None:
+    """Temp folders of runs that were killed; the lock is held, so none of them is in use."""
+    for leftover in dest.parent.glob(f".{dest.name}.*.tmp"):
+        shutil.rmtree(leftover)
+
+
+def _refuse_foreign(dest: Path) -> None:
+    """Only a folder that holds nothing but an export's files is replaced."""
+    if not dest.exists() and not dest.is_symlink():
+        return
+    ours = {WEIGHTS, CONFIG, MANIFEST}
+    foreign = not dest.is_dir() or dest.is_symlink() or sorted(f.name for f in dest.iterdir() if f.name not in ours)
+    if foreign:
+        what = ", ".join(foreign[:3]) if isinstance(foreign, list) else "it is no folder"
+        found = f"{dest} is not an export of ours ({what}) and is left alone"
+        raise ExportError(found, where=WHERE, remedy="move it away, or serve.export_dir=ANOTHER")
+
+
+def _build(plan: ExportPlan) -> str:
+    free = shutil.disk_usage(plan.dest.parent).free
+    if free < plan.weight_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    before = [file_facts(path) for path in _paths(plan)]
+    temp = Path(tempfile.mkdtemp(prefix=f".{plan.dest.name}.", suffix=".tmp", dir=plan.dest.parent))
+    try:
+        with ThreadPoolExecutor(1) as pool:  # hashing reads what the copy has just read
+            hashes = pool.submit(lambda: [sha256_file(path) for path in _paths(plan)])
+            write_weights(plan, temp / WEIGHTS)
+            digests = hashes.result()
+        if [file_facts(path) for path in _paths(plan)] != before:
+            found = f"the checkpoint changed while it was exported ({plan.model_dir})"
+            raise ExportError(found, where="serve.checkpoint", remedy="wait until it is written, then run again")
+        manifest = _manifest(plan, before, digests, temp / WEIGHTS)
+        write_json(temp / CONFIG, plan.config)
+        write_json(temp / MANIFEST, manifest)
+        os.chmod(temp, 0o755)
+        fsync_dir(temp)
+        _swap(temp, plan.dest)
+    except BaseException:
+        shutil.rmtree(temp, ignore_errors=True)
+        raise
+    return manifest["digest"]
+
+
+def _manifest(plan: ExportPlan, facts: list[dict[str, int]], digests: list[str], weights: Path) -> dict[str, Any]:
+    key = json.dumps([plan.content, digests], sort_keys=True, ensure_ascii=False).encode()
+    sources = [
+        {"name": name, "facts": fact, "sha256": digest}
+        for name, fact, digest in zip(plan.sources, facts, digests, strict=True)
+    ]
+    outputs = {WEIGHTS: _output_facts(weights)}
+    digest = hashlib.sha256(key).hexdigest()
+    manifest = {
+        "digest": digest,
+        "made_from": str(plan.model_dir),
+        "content": plan.content,
+        "fixups": list(plan.fixups),
+    }
+    return manifest | {"sources": sources, "outputs": outputs}
+
+
+def _swap(temp: Path, dest: Path) -> None:
+    """Put the finished folder in place. Killed between the two renames, the next run builds it again."""
+    if dest.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{dest.name}.old.", suffix=".tmp", dir=dest.parent))
+        os.rename(dest, old)  # an empty folder may be renamed over
+        os.rename(temp, dest)
+        fsync_dir(dest.parent)
+        shutil.rmtree(old)
+    else:
+        os.rename(temp, dest)
+        fsync_dir(dest.parent)
+
+
+def write_weights(plan: ExportPlan, path: Path) -> None:
+    """Copy the segments, then write the header over the start, then fsync."""
+    with path.open("wb") as out:
+        for segment in plan.segments:
+            _copy(segment, out.fileno())
+        os.pwrite(out.fileno(), plan.header, 0)
+        os.fsync(out.fileno())
+    if path.stat().st_size != plan.weight_bytes:
+        found = f"{path.stat().st_size} bytes were written, {plan.weight_bytes} planned"
+        raise ExportError(found, where="serve.checkpoint", remedy="the checkpoint changed meanwhile: run again")
+
+
+def _copy(segment: Segment, out: int) -> None:
+    """In the kernel where the two filesystems allow it, else through a 1 MiB buffer."""
+    with segment.source.open("rb") as file:
+        done, in_kernel = 0, True
+        while done < segment.length:
+            left = segment.length - done
+            if in_kernel:
+                try:
+                    copied = os.copy_file_range(file.fileno(), out, left, segment.begin + done, segment.dest + done)
+                except OSError as error:
+                    if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+                        raise
+                    in_kernel = False
+                    continue
+            else:
+                block = os.pread(file.fileno(), min(left, 1 << 20), segment.begin + done)
+                copied = os.pwrite(out, block, segment.dest + done) if block else 0
+            if copied == 0 and in_kernel:
+                in_kernel = False  # some filesystems answer 0 instead of an error
+            elif copied == 0:
+                raise ExportError(
+                    f"{segment.source} ended early", where="serve.checkpoint", remedy="it changed meanwhile: run again"
+                )
+            done += copied

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide where the export goes and which bytes it is made of. Reads headers only, writes nothing.
+
+One `model.safetensors`, whatever the source's shards: there is no index to disagree with, and tensors can be left out.
+When nothing is left out of a single shard, the file is the source's bytes with a header of equal length over it, so
+that a filesystem with reflinks shares the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Mapping
+
+from nemo_automodel.components.speculative.serve.shards import DTYPE_BYTES
+from nemo_automodel.components.speculative.serve.types import Fixups, Resolved, ServeSpec, ShardTensor
+from nemo_automodel.errors import ExportError
+from nemo_automodel.files import TensorInfo, build_safetensors_header, read_safetensors_header
+
+LAYOUT_VERSION = 1
+EXPORT_DIR = "vllm_export"
+WEIGHTS, CONFIG, MANIFEST = "model.safetensors", "config.json", "manifest.json"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`length` bytes of `source` from `begin`, placed at `dest` in the exported weights file."""
+
+    source: Path
+    begin: int
+    dest: int
+    length: int
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """All that an export is made of; `content` is what decides freshness besides the source's bytes."""
+
+    dest: Path
+    header: bytes  # written last, at offset 0
+    segments: tuple[Segment, ...]
+    weight_bytes: int  # size of the exported weights file
+    model_dir: Path
+    sources: tuple[str, ...]  # files below model_dir whose bytes the export depends on
+    content: Mapping[str, Any]  # layout version, config, renames, dropped
+    fixups: tuple[Mapping[str, Any], ...]  # for the manifest's reader; no part of freshness, wording may change
+    notes: tuple[str, ...]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.content["config"]
+
+
+def plan_export(resolved: Resolved, fixups: Fixups, spec: ServeSpec, base_dir: Path | None = None) -> ExportPlan:
+    """The folder, the header and the byte ranges of the export.
+
+    Raises:
+        ExportError: the destination is the source's own folder, or a file.
+    """
+    dest, notes = choose_dest(resolved, spec, base_dir or Path.cwd())
+    header, segments = _layout(resolved, fixups)
+    content = {
+        "layout_version": LAYOUT_VERSION,
+        "config": dict(fixups.config),
+        "renames": dict(fixups.renames),
+        "dropped": list(fixups.dropped),
+    }
+    changes = tuple(vars(change) for change in fixups.changes)
+    end = max((segment.dest + segment.length for segment in segments), default=len(header))
+    sources = (CONFIG, *sorted(str(shard.relative_to(resolved.model_dir)) for shard in resolved.shards))
+    plain = json.loads(json.dumps(content))  # as it will be read back
+    return ExportPlan(dest, header, segments, end, resolved.model_dir, sources, plain, changes, notes)
+
+
+def choose_dest(resolved: Resolved, spec: ServeSpec, base_dir: Path) -> tuple[Path, tuple[str, ...]]:
+    """`vllm_export/` beside the weights; its own folder under `serve.export_dir`; a cache for stores."""
+    name = _label(resolved.model_dir)
+    if spec.export_dir is not None:
+        dest = (base_dir / Path(spec.export_dir).expanduser()).absolute() / name
+    elif _writable(resolved.model_dir) and not any(shard.is_symlink() for shard in resolved.shards):
+        return resolved.model_dir / EXPORT_DIR, ()
+    else:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        dest = cache.absolute() / "speculative-exports" / name
+        why = "holds links into a store" if _writable(resolved.model_dir) else "is read-only"
+        return dest, (f"{resolved.model_dir} {why}: exported to {dest}",)
+    if dest.resolve() == resolved.model_dir:
+        raise ExportError(f"{dest} is the draft itself", where="serve.export_dir", remedy="name another folder")
+    return dest, ()
+
+
+def _writable(folder: Path) -> bool:
+    # root passes access() everywhere; a folder without any write bit is still meant to be left alone
+    return os.access(folder, os.W_OK) and bool(folder.stat().st_mode & 0o222)
+
+
+def _label(model_dir: Path) -> str:
+    """A readable name that no other checkpoint has: the last telling part of the path and a digest of all of it."""
+    parts = [part for part in model_dir.parts[1:] if part not in ("model", "consolidated", EXPORT_DIR)]
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", parts[-1] if parts else "draft").strip("-.") or "draft"
+    return f"{readable[:80]}-{hashlib.sha256(str(model_dir).encode(errors='surrogateescape')).hexdigest()[:12]}"
+
+
+def _layout(resolved: Resolved, fixups: Fixups) -> tuple[bytes, tuple[Segment, ...]]:
+    kept = [tensor for tensor in resolved.tensors if tensor.name in fixups.renames]
+    starts = {shard: read_safetensors_header(shard).data_start for shard in resolved.shards}
+    if len(resolved.shards) == 1 and len(kept) == len(read_safetensors_header(resolved.shards[0]).tensors):
+        whole = _whole_file(resolved.shards[0], kept, fixups, starts[resolved.shards[0]])
+        if whole is not None:
+            return whole
+    # Widest dtype first keeps every tensor aligned to its element size, as safetensors' own writer does.
+    kept.sort(key=lambda t: (-DTYPE_BYTES[t.info.dtype], str(t.shard), t.info.begin))
+    placed: list[TensorInfo] = []
+    at = 0
+    for tensor in kept:
+        size = tensor.info.end - tensor.info.begin
+        placed.append(TensorInfo(fixups.renames[tensor.name], tensor.info.dtype, tensor.info.shape, at, at + size))
+        at += size
+    header = build_safetensors_header(placed, {"format": "pt"})
+    segments = [
+        Segment(tensor.shard, starts[tensor.shard] + tensor.info.begin, len(header) + info.begin, info.end - info.begin)
+        for tensor, info in zip(kept, placed, strict=True)
+    ]
+    return header, tuple(_merge(segments))
+
+
+def _whole_file(
+    shard: Path, kept: list[ShardTensor], fixups: Fixups, data_start: int
+) -> tuple[bytes, tuple[Segment, ...]] | None:
+    """The source file as it is, with a header of the same length; None when the new header is longer."""
+    placed = [
+        TensorInfo(fixups.renames[t.name], t.info.dtype, t.info.shape, t.info.begin, t.info.end)
+        for t in sorted(kept, key=lambda t: t.info.begin)
+    ]
+    header = build_safetensors_header(placed, {"format": "pt"})
+    if len(header) > data_start:
+        return None
+    text = header[8:].ljust(data_start - 8, b" ")
+    return struct.pack("<Q", len(text)) + text, (Segment(shard, 0, 0, shard.stat().st_size),)
+
+
+def _merge(segments: list[Segment]) -> list[Segment]:
+    """Neighbours in the source that stay neighbours become one copy."""
+    merged: list[Segment] = []
+    for segment in segments:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.source == segment.source
+            and last.begin + last.length == segment.begin
+            and last.dest + last.length == segment.dest
+        ):
+            merged[-1] = Segment(last.source, last.begin, last.dest, last.length + segment.length)
+        else:
+            merged.append(segment)
+    return merged

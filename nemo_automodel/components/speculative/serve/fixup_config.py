@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Config keys: draft kind, class name, sizes and flags that follow the tensors, rope, mask token, aux layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_automodel.components.speculative.draft.spec import default_aux_layer_ids
+from nemo_automodel.components.speculative.serve.fixup_tensors import FLOATS, Names
+from nemo_automodel.components.speculative.serve.ledger import DRAFT, Ledger, as_mapping
+from nemo_automodel.components.speculative.serve.types import Fixup, TargetFacts
+from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
+
+LLAMA, QWEN3 = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
+_ARCHITECTURES = {
+    *("LlamaEagle3DraftModel", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
+    *("Eagle3Qwen3ForCausalLM", "PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM"),
+    *("Eagle3DraftModel", "Eagle3Speculator"),
+}
+_PEAGLE_ARCHITECTURES = {"PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM"}
+_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id", "dspark_noise_token_id")
+
+
+def read_kind(ledger: Ledger, names: Names) -> bool:
+    """True for P-EAGLE. An explicit flag decides; without one, the format, class name or `mask_hidden` tells."""
+    flag = ledger.config.get("parallel_drafting")
+    if isinstance(flag, bool):
+        return flag
+    if flag is not None:
+        ledger.problem(f"parallel_drafting is {flag!r}", remedy="write true or false")
+    config = ledger.config
+    named = config.get("speculators_model_type") == "peagle" or _PEAGLE_ARCHITECTURES & set(
+        config.get("architectures") or []
+    )
+    has_mask = any(config.get(key) is not None for key in _MASK_KEYS)
+    parallel = bool(named) or (names.has("mask_hidden") and has_mask)
+    if parallel and not named:
+        ledger.warn(
+            "the config names no parallel_drafting, but mask_hidden and a mask token are there: taken for P-EAGLE"
+        )
+    if parallel:
+        ledger.set("parallel_drafting", True, "a P-EAGLE draft, told by its class name, format or mask_hidden")
+    return parallel
+
+
+def un_nest_speculators(ledger: Ledger) -> None:
+    """speculators format -> plain: its sizes go to the top, its defaults are written out.
+
+    Defaults as in vLLM 0.32 `transformers_utils/configs/speculators/algos.py` (an absent norm_before_residual is
+    true for eagle3, false for peagle).
+    """
+    kind = ledger.config.get("speculators_model_type")
+    if kind is None:
+        return
+    if kind not in ("eagle3", "peagle"):
+        ledger.problem(f"speculators_model_type is {kind!r}", remedy="name an eagle3 or peagle draft")
+    layer = ledger.config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        ledger.problem("transformer_layer_config is missing", remedy="save the draft again with speculators")
+        return
+    proposals = as_mapping(ledger.config.get("speculators_config")).get("proposal_methods") or [{}]
+    tokens = as_mapping(proposals[0]).get("speculative_tokens")
+    top = {
+        k: v for k, v in ledger.config.items() if not k.startswith("speculators_") and k != "transformer_layer_config"
+    }
+    top = {k: v for k, v in top.items() if v is not None}
+    top.setdefault("norm_before_residual", kind == "eagle3")
+    if tokens is not None:
+        top.setdefault("num_depths" if kind == "peagle" else "ttt_steps", tokens)
+    ledger.config = {**layer, **top}
+    why = "nested speculators format -> plain config, which more vLLM releases load"
+    ledger.changes.append(Fixup("transformer_layer_config", "nested", "top level", why))
+
+
+def fix_shape_keys(ledger: Ledger, names: Names) -> None:
+    """Layer count from the weights; sizes that readers default differently are written out."""
+    count = names.layer_count()
+    if count == 0:
+        ledger.problem("the weights hold no decoder layer", where="tensors", remedy="name an EAGLE-3 or P-EAGLE draft")
+    else:
+        ledger.set("num_hidden_layers", count, "the weights hold that many; vLLM leaves surplus layers uninitialised")
+    hidden, heads = ledger.number("hidden_size"), ledger.number("num_attention_heads")
+    if heads and ledger.config.get("num_key_value_heads") is None:
+        ledger.set("num_key_value_heads", heads, "absent: as many as attention heads")
+    if hidden and heads and ledger.config.get("head_dim") is None:
+        ledger.set("head_dim", hidden // heads, "absent: hidden_size / num_attention_heads")
+    if not isinstance(ledger.config.get("rms_norm_eps"), (int, float)):
+        ledger.problem(f"rms_norm_eps is {ledger.config.get('rms_norm_eps')!r}", remedy="set it to the draft's own")
+
+
+def fix_architecture(ledger: Ledger, names: Names, release: VllmRelease) -> None:
+    """The one class name that every vLLM from 0.14 loads, or the Qwen3 form for drafts with q_norm and k_norm."""
+    found = ledger.config.get("architectures")
+    foreign = [name for name in found or [] if name not in _ARCHITECTURES]
+    if foreign:
+        ledger.problem(f"architectures names {foreign[0]}", remedy="name a Llama- or Qwen3-style EAGLE-3 draft")
+    qk_norm = names.any_like(r"\.self_attn\.[qk]_norm\.weight$")
+    if qk_norm and not release.qwen3_draft:
+        found_text = f"this draft has q_norm and k_norm, which vLLM {release.version} cannot load"
+        ledger.problem(found_text, remedy="use vLLM >= 0.24", where="serve.vllm.version", needs_newer_vllm=True)
+    why = "the class name that vLLM registers; a plain config with another one is refused or served without speculation"
+    ledger.set("architectures", [QWEN3 if qk_norm else LLAMA], why)
+    ledger.set(
+        "model_type", "qwen3" if qk_norm else "llama", "the draft's own form, told by its tensors, not the target's"
+    )
+
+
+def fix_features(ledger: Ledger, names: Names, release: VllmRelease) -> None:
+    """Flags follow the tensors; what the chosen release would silently ignore is refused."""
+    qkv = names.any_like(r"self_attn\.[qkv]_proj\.bias$")
+    _follow(ledger, "attention_bias", qkv or names.any_like(r"self_attn\.o_proj\.bias$"))
+    _follow(ledger, "mlp_bias", names.any_like(r"mlp\..*_proj\.bias$"))
+    _follow(ledger, "fc_norm", names.any_like(r"^fc_norm\."))
+    _follow(ledger, "norm_before_fc", names.has("input_norm.weight"))
+    for key in ("bias", "qkv_bias"):
+        ledger.drop(key, "another name for attention_bias, cloned from the target: llama.py would build a bias from it")
+    nested = as_mapping(ledger.config.get("eagle_config"))
+    if "norm_before_fc" in nested and bool(nested["norm_before_fc"]) != names.has("input_norm.weight"):
+        ledger.problem("eagle_config.norm_before_fc speaks against the tensors", remedy="mend or remove that key")
+    if nested.get("use_aux_hidden_state") is False:
+        ledger.problem("eagle_config.use_aux_hidden_state is false", remedy="only drafts with aux layers are served")
+    if ledger.config.get("hidden_act", "silu") != "silu":
+        ledger.problem(f"hidden_act is {ledger.config['hidden_act']!r}", remedy="vLLM's draft layers know silu only")
+    since = {"attention_bias": "0.16", "norm_before_fc": "0.18", "fc_norm": "0.22", "norm_output": "0.22"}
+    for key, first in since.items():
+        if ledger.config.get(key) and not getattr(release, key):
+            found = f"{key} is set, which vLLM {release.version} ignores"
+            ledger.problem(found, remedy=f"use vLLM >= {first}", where="serve.vllm.version", needs_newer_vllm=True)
+
+
+def _follow(ledger: Ledger, key: str, present: bool) -> None:
+    if bool(ledger.config.get(key)) != present:
+        ledger.set(key, present, "the flag follows the tensors that are there")
+
+
+def fix_mask_token(ledger: Ledger, parallel: bool) -> None:
+    """One id under each of the names that releases read (`VllmRelease.mask_token_keys`)."""
+    if not parallel:
+        return
+    found = {key: ledger.config[key] for key in _MASK_KEYS if ledger.config.get(key) is not None}
+    nested = as_mapping(ledger.config.get("dflash_config")).get("mask_token_id")
+    if nested is not None:
+        found["dflash_config.mask_token_id"] = nested
+    if not found:
+        ledger.problem(
+            "a P-EAGLE draft without mask_token_id", remedy="write the id it was trained with as mask_token_id"
+        )
+        return
+    if len(set(found.values())) > 1:
+        listed = ", ".join(f"{key}={value}" for key, value in found.items())
+        ledger.problem(f"mask token ids disagree: {listed}", remedy="keep the one it was trained with")
+        return
+    value = next(iter(found.values()))
+    size = ledger.config.get("vocab_size")
+    if type(value) is not int or value < 0 or (type(size) is int and value >= size):
+        ledger.problem(
+            f"mask_token_id is {value!r}, the vocabulary has {size} ids", remedy="set the id it was trained with"
+        )
+        return
+    why = "vLLM 0.16-0.27 reads pard_token or ptd_token_id, later ones mask_token_id first"
+    for key in ("mask_token_id", "pard_token", "ptd_token_id"):
+        ledger.set(key, value, why)
+
+
+def fix_aux_layers(ledger: Ledger, target: TargetFacts | None, release: VllmRelease) -> None:
+    """`eagle_aux_hidden_state_layer_ids` in vLLM's convention: id k is the residual stream that enters layer k."""
+    layers = target.num_hidden_layers if target else None
+    ids = _named_aux(ledger, layers)
+    if ids is None:
+        ids = _guess_aux(ledger, layers)
+    if ids is None:
+        return
+    if not all(type(i) is int for i in ids) or list(ids) != sorted(set(ids)) or not ids:
+        found = f"eagle_aux_hidden_state_layer_ids is {list(ids)}, not distinct and ascending (vLLM sorts them)"
+        ledger.problem(found, remedy="list them ascending, in the order of fc's columns")
+        return
+    if ids[0] < 1 or (layers is not None and ids[-1] > layers - 1):
+        found = (
+            f"eagle_aux_hidden_state_layer_ids is {list(ids)}, the target has {layers or 'n'} layers: 1..n-1 is wanted"
+        )
+        ledger.problem(found, remedy="serve the draft with the target it was trained for (serve.target)")
+        return
+    if len(ids) != 3 and not release.aux_count_free:
+        found = f"{len(ids)} aux layers, vLLM {release.version} takes 3"
+        ledger.problem(found, remedy="use vLLM >= 0.22", where="serve.vllm.version", needs_newer_vllm=True)
+    if len(ids) != 3 or ledger.config.get("num_aux_hidden_states") is not None:
+        ledger.set("num_aux_hidden_states", len(ids), "llama_eagle3.py assumes 3 when it is absent")
+    ledger.set(
+        "eagle_aux_hidden_state_layer_ids", list(ids), "vLLM reads the ids at the top level, else it guesses them"
+    )
+
+
+def _named_aux(ledger: Ledger, layers: int | None) -> list[int] | None:
+    """Ids the draft names itself. `eagle_config` may hold output numbering (output of layer k = input of layer k+1)."""
+    top = ledger.config.get("eagle_aux_hidden_state_layer_ids")
+    if isinstance(top, (list, tuple)) and top:
+        return list(top)
+    nested = as_mapping(ledger.config.get("eagle_config")).get("eagle_aux_hidden_state_layer_ids")
+    if not isinstance(nested, (list, tuple)) or not nested:
+        return None
+    if layers is not None and list(nested) == [1, layers // 2 - 1, layers - 4]:
+        shifted = [i + 1 for i in nested]
+        ledger.warn(f"eagle_config counts layer outputs ({list(nested)}): as inputs, vLLM's way, they are {shifted}")
+        return shifted
+    ledger.warn(f"eagle_config names aux layers {list(nested)}: taken as layer inputs, as vLLM >= 0.22 does")
+    return list(nested)
+
+
+def _guess_aux(ledger: Ledger, layers: int | None) -> list[int] | None:
+    if layers is None:
+        ledger.warn("the draft names no aux layers and the target cannot be read: vLLM will guess them")
+        return None
+    try:
+        guess = list(default_aux_layer_ids(layers))
+    except ValueError as error:
+        ledger.problem(str(error), remedy="write eagle_aux_hidden_state_layer_ids into the draft's config.json")
+        return None
+    usual = "the usual default" if guess == [2, layers // 2, layers - 3] else "vLLM's own default would collide"
+    ledger.warn(
+        f"the draft names no aux layers: {guess} of {layers} is assumed ({usual}); wrong ones cost acceptance silently"
+    )
+    return guess
+
+
+def clean(ledger: Ledger, names: Names) -> None:
+    """Leftovers of the cloned target config that change what vLLM does."""
+    if all(tensor.info.dtype in FLOATS for name, tensor in names.kept.items() if name not in ("d2t", "t2d")):
+        for key in ("quantization_config", "compression_config"):
+            ledger.drop(key, "cloned from the target; the draft's tensors are plain")
+    ledger.drop("auto_map", "points to Python code that is not here")
+    _fix_layer_types(ledger)
+    if names.has("lm_head.weight") and ledger.config.get("tie_word_embeddings"):
+        ledger.set("tie_word_embeddings", False, "the draft has an lm_head of its own")
+    nulls = sorted(key for key, value in ledger.config.items() if value is None)
+    for key in nulls:
+        del ledger.config[key]
+    if nulls:
+        ledger.changes.append(Fixup(", ".join(nulls), None, "absent", "readers take a null for a value"))
+
+
+def _fix_layer_types(ledger: Ledger) -> None:
+    """Sliding attention that the draft was trained with stays, one entry per draft layer; anything else goes."""
+    types: Any = ledger.config.get("layer_types")
+    count = ledger.config.get("num_hidden_layers") or 0
+    if not isinstance(types, list) or "sliding_attention" not in types[:count]:
+        ledger.drop("layer_types", "full attention in every draft layer; the target's list has another length")
+        if ledger.config.get("sliding_window") is not None:
+            ledger.drop("sliding_window", "cloned from the target; no draft layer slides")
+    elif not ledger.config.get("sliding_window"):
+        ledger.problem(
+            "layer_types has sliding_attention, but there is no sliding_window", where=DRAFT, remedy="set it"
+        )
+    elif len(types) != count:
+        ledger.set("layer_types", types[:count], "one entry for each draft layer")

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What depends on the target, the release and the options: sizes against the target, K, slot budget, parallel sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_automodel.components.speculative.serve.fixup_tensors import Names
+from nemo_automodel.components.speculative.serve.ledger import Ledger
+from nemo_automodel.components.speculative.serve.types import ServeSpec, TargetFacts
+from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
+
+FALLBACK_DEPTH = 3
+_DEPTH_KEYS = {True: ("num_depths",), False: ("ttt_steps", "ttt_length", "num_speculative_tokens")}
+# (max_num_batched_tokens, max_num_seqs) that vLLM takes by itself on small and large GPUs, EngineArgs 0.17-0.27
+_DEFAULT_BUDGETS = ((2048, 256), (8192, 1024))
+
+
+def check_target(ledger: Ledger, names: Names, target: TargetFacts | None, release: VllmRelease) -> None:
+    """Vocabulary and hidden size against the target's; the target's family where the release keeps a list."""
+    if target is None:
+        return
+    where, remedy = "serve.target", "serve the draft with the target it was trained for"
+    vocab = ledger.config.get("vocab_size")
+    if vocab != target.vocab_size:
+        ledger.problem(
+            f"the draft's vocab_size is {vocab}, the target's {target.vocab_size}", where=where, remedy=remedy
+        )
+    hidden = ledger.config.get("hidden_size")
+    takes = ledger.config.get("target_hidden_size") or hidden
+    if takes != target.hidden_size:
+        found = f"the draft takes hidden states of {takes}, the target's hidden_size is {target.hidden_size}"
+        ledger.problem(found, where=where, remedy=remedy)
+    if hidden != target.hidden_size and not names.has("embed_tokens.weight"):
+        found = f"the draft's hidden_size is {hidden}, the target's {target.hidden_size}, and it has no embed_tokens"
+        ledger.problem(found, where=where, remedy="save the draft again with its embeddings")
+    allowed = release.target_allow_list
+    if allowed is not None and not any(part in target.model_type for part in allowed):
+        found = f"vLLM {release.version} does not take EAGLE-3 drafts for a {target.model_type} target"
+        ledger.problem(found, where="serve.vllm.version", remedy="use vLLM >= 0.22", needs_newer_vllm=True)
+
+
+def choose_depth(ledger: Ledger, parallel: bool, spec: ServeSpec) -> int:
+    """K: what was asked for, else the trained depth, else 3 with a warning."""
+    trained = next((v for k in _DEPTH_KEYS[parallel] if type(v := ledger.config.get(k)) is int and v > 0), None)
+    asked = spec.num_speculative_tokens
+    if asked is not None and asked < 1:
+        found = f"num_speculative_tokens is {asked}"
+        ledger.problem(
+            found, where="serve.num_speculative_tokens", remedy="give 1 or more, or null for the trained depth"
+        )
+        return 1
+    if asked is None:
+        if trained is None:
+            ledger.warn(
+                f"the draft does not say how deep it was trained: K={FALLBACK_DEPTH} (serve.num_speculative_tokens=N)"
+            )
+        return trained or FALLBACK_DEPTH
+    if trained is not None and asked > trained:
+        ledger.warn(f"K={asked} is above the trained depth {trained}: the positions beyond it will rarely be accepted")
+    return asked
+
+
+def check_release(ledger: Ledger, parallel: bool, depth: int, release: VllmRelease, spec: ServeSpec) -> None:
+    """P-EAGLE needs a release that drafts in parallel, with room for the extra slots in its scheduler."""
+    if not parallel:
+        return
+    if not release.parallel_drafting:
+        found = f"vLLM {release.version} cannot serve P-EAGLE (it ignores parallel_drafting without a word)"
+        ledger.problem(found, where="serve.vllm.version", remedy="use vLLM >= 0.16", needs_newer_vllm=True)
+        return
+    if spec.extra_args.get("disable_padded_drafter_batch"):
+        ledger.problem(
+            "disable_padded_drafter_batch is set", where="serve.extra_args", remedy="P-EAGLE needs it off: remove it"
+        )
+    _check_budget(ledger, depth, release, spec)
+
+
+def _check_budget(ledger: Ledger, depth: int, release: VllmRelease, spec: ServeSpec) -> None:
+    """0.17-0.27 set (K-1) x max_num_seqs aside from max_num_batched_tokens; later ones only K-1 (config/vllm.py)."""
+    tokens, seqs = _count(spec, "max_num_batched_tokens"), _count(spec, "max_num_seqs")
+    where = "serve.extra_args"
+    if release.slot_budget == "per_step":
+        if tokens is not None and tokens <= depth - 1:
+            found = f"max_num_batched_tokens={tokens} leaves no room for K={depth}"
+            ledger.problem(found, where=where, remedy=f"give more than {depth - 1}")
+        return
+    if not release.slot_budget.startswith("per_sequence"):
+        return
+    for default_tokens, default_seqs in _DEFAULT_BUDGETS:
+        budget, rows = tokens or default_tokens, seqs or default_seqs
+        if (depth - 1) * rows >= budget:
+            found = f"vLLM {release.version} sets (K-1) x max_num_seqs = {depth - 1} x {rows} of {budget} tokens aside"
+            fit = max(1, (budget - 1) // max(1, depth - 1))
+            ledger.problem(found, where=where, remedy=f"+serve.extra_args.max_num_seqs={min(fit, 64)}, or a smaller K")
+            return
+
+
+def _count(spec: ServeSpec, key: str) -> int | None:
+    value: Any = spec.extra_args.get(key, spec.extra_args.get(key.replace("_", "-")))
+    try:
+        return None if value is None else int(value)
+    except (TypeError, ValueError):
+        return None  # vLLM's own parser also knows "8k"; it judges those itself
+
+
+def check_parallel_sizes(ledger: Ledger, target: TargetFacts | None, spec: ServeSpec) -> None:
+    """The draft is always built with the target's TP group (report 2.2), so its sizes must divide by it."""
+    tp, draft_tp = spec.tensor_parallel_size, spec.draft_tensor_parallel_size
+    where = "serve.tensor_parallel_size"
+    if tp < 1:
+        ledger.problem(f"tensor_parallel_size is {tp}", where=where, remedy="give 1 or more")
+        return
+    if draft_tp is not None and draft_tp not in (1, tp):
+        found = f"draft_tensor_parallel_size is {draft_tp}, vLLM takes 1 or {tp}"
+        ledger.problem(found, where="serve.draft_tensor_parallel_size", remedy="leave it at null")
+    owners = [("draft", ledger.config)] + ([("target", vars(target) | dict(target.config))] if target else [])
+    for owner, config in owners:
+        for key in (
+            "num_attention_heads",
+            "num_key_value_heads",
+            "intermediate_size",
+            "vocab_size",
+            "draft_vocab_size",
+        ):
+            size = config.get(key)
+            if type(size) is int and size > 0 and not _divides(key, size, tp):
+                ledger.problem(
+                    f"{tp} does not divide the {owner}'s {key} {size}", where=where, remedy="give a size that does"
+                )
+
+
+def _divides(key: str, size: int, tp: int) -> bool:
+    if key == "num_key_value_heads":
+        return size % tp == 0 or tp % size == 0  # fewer heads than ranks are replicated
+    if key.endswith("vocab_size"):
+        return (size + 63) // 64 * 64 % tp == 0  # vLLM pads vocabularies to 64 (vocab_parallel_embedding.py)
+    return size % tp == 0
+
+
+def check_method(ledger: Ledger, parallel: bool, spec: ServeSpec) -> None:
+    """An override may name what the draft is (`eagle3` is vLLM's name for both kinds), nothing else."""
+    fitting = ("eagle3", "peagle") if parallel else ("eagle3",)
+    if spec.method is not None and spec.method not in fitting:
+        kind = "P-EAGLE" if parallel else "EAGLE-3"
+        found = f"method is {spec.method}, the draft is {kind}"
+        ledger.problem(found, where="serve.method", remedy=f"leave it at null, or {fitting[0]}")

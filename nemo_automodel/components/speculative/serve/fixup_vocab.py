@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft vocabulary: its size, and the map `d2t` from draft ids to target ids, checked against `t2d`.
+
+`d2t` is in offset form: target_id = i + d2t[i] (vLLM: `draft_id_to_target_id`). Its bytes are read here without torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+
+from nemo_automodel.components.speculative.serve.fixup_tensors import Names
+from nemo_automodel.components.speculative.serve.ledger import Ledger
+from nemo_automodel.components.speculative.serve.types import ShardTensor
+from nemo_automodel.files import read_safetensors_header
+
+_CODES = {"I64": "q", "I32": "i"}
+
+
+def fix_vocabulary(ledger: Ledger, names: Names) -> None:
+    """`draft_vocab_size` present and right; `d2t` valid when reduced, left out when full (vLLM >= 0.30 refuses it)."""
+    size = ledger.number("vocab_size")
+    if size is None:
+        return
+    head = names.shape("lm_head.weight")
+    if ledger.config.get("draft_vocab_size") is None:
+        ledger.set(
+            "draft_vocab_size", head[0] if head else size, "absent: the rows of lm_head, else the whole vocabulary"
+        )
+    draft = ledger.number("draft_vocab_size")
+    if draft is None:
+        return
+    if draft > size:
+        ledger.problem(f"draft_vocab_size {draft} is above vocab_size {size}", remedy="mend the draft's config.json")
+    elif draft == size:
+        _leave_out_full_map(ledger, names)
+    else:
+        _check_map(ledger, names, draft, size)
+
+
+def _leave_out_full_map(ledger: Ledger, names: Names) -> None:
+    if names.has("d2t"):
+        offsets = _integers(ledger, names.kept["d2t"])
+        if offsets is not None and any(offsets):
+            found = "d2t maps a full draft vocabulary to other ids"
+            ledger.problem(
+                found, where="tensors", remedy="vLLM takes draft ids for target ids then: reorder lm_head, drop d2t"
+            )
+            return
+        names.leave_out("d2t", ledger, "the draft vocabulary is full: d2t is zero, and vLLM >= 0.30 refuses it")
+    if names.has("t2d"):
+        names.leave_out("t2d", ledger, "the draft vocabulary is full; vLLM never reads t2d")
+
+
+def _check_map(ledger: Ledger, names: Names, draft: int, size: int) -> None:
+    """`t2d` stays where `d2t` does: every vLLM skips it, and other readers use it."""
+    where = "tensor d2t"
+    if not names.has("d2t"):
+        found = f"draft_vocab_size is {draft} of {size}, but there is no d2t: vLLM would take draft ids for target ids"
+        ledger.problem(found, where="tensors", remedy="save the draft again with its d2t")
+        return
+    shape = names.shape("d2t")
+    if shape != (draft,):
+        ledger.problem(f"d2t is {list(shape)}, draft_vocab_size is {draft}", where=where, remedy="make the two agree")
+        return
+    offsets = _integers(ledger, names.kept["d2t"])
+    if offsets is None:
+        return
+    ids = [i + offset for i, offset in enumerate(offsets)]
+    marked = _marked(ledger, names, size)
+    if _valid(ids, size) and (marked is None or marked == sorted(ids)):
+        return
+    plain = list(offsets)
+    if _valid(plain, size) and (marked is None or marked == sorted(plain)):
+        found, remedy = "d2t holds target ids, not offsets", "save it as target id minus draft id (target = i + d2t[i])"
+    elif not _valid(ids, size):
+        found, remedy = f"d2t leads to ids that repeat or leave 0..{size - 1}", "save the draft again with its own d2t"
+    else:
+        found, remedy = "d2t and t2d mark different target ids", "save the draft again with the map it was trained with"
+    ledger.problem(found, where=where, remedy=remedy)
+
+
+def _valid(ids: list[int], size: int) -> bool:
+    return min(ids) >= 0 and max(ids) < size and len(set(ids)) == len(ids)
+
+
+def _marked(ledger: Ledger, names: Names, size: int) -> list[int] | None:
+    """The target ids that `t2d` [vocab] marks, ascending; None without a usable one."""
+    if not names.has("t2d"):
+        return None
+    tensor = names.kept["t2d"]
+    if tensor.info.dtype not in ("BOOL", "U8") or tensor.info.shape != (size,):
+        found = f"t2d is {tensor.info.dtype} {list(tensor.info.shape)}, not a mark for each of {size} ids"
+        ledger.problem(found, where="tensor t2d", remedy="save the draft again, or remove t2d")
+        return None
+    return [i for i, mark in enumerate(read_bytes(tensor)) if mark]
+
+
+def _integers(ledger: Ledger, tensor: ShardTensor) -> array | None:
+    code = _CODES.get(tensor.info.dtype)
+    if code is None:
+        ledger.problem(f"d2t is {tensor.info.dtype}", where="tensor d2t", remedy="save it as int64")
+        return None
+    values = array(code, read_bytes(tensor))
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def read_bytes(tensor: ShardTensor) -> bytes:
+    """The raw bytes of one (small) tensor."""
+    start = read_safetensors_header(tensor.shard).data_start + tensor.info.begin
+    with tensor.shard.open("rb") as file:
+        file.seek(start)
+        return file.read(tensor.info.end - tensor.info.begin)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Telling paths from Hub ids, and fetching from the Hub. `huggingface_hub` is imported only for a Hub id."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+from nemo_automodel.errors import ResolveError
+
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$", re.ASCII)
+WEIGHT_PATTERNS = ["config.json", "*.safetensors", "*.safetensors.index.json"]
+
+
+def is_path_like(text: str) -> bool:
+    """True when `text` can only be meant as a path, so that a mistyped path is never looked up on the Hub."""
+    if text.startswith(("/", "./", "../", "~", ".")) or text.endswith("/") or "\\" in text or text.count("/") != 1:
+        return True
+    if _HUB_ID.match(text) is None or "--" in text or ".." in text:
+        return True
+    # A first part that exists here is a folder of the user, not an organisation.
+    return Path(text.split("/")[0]).exists()
+
+
+def fetch_hub_file(repo: str, name: str, *, where: str) -> Path:
+    """One file of a Hub repository, from the local cache first.
+
+    Raises:
+        ResolveError: neither cached nor reachable.
+    """
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(repo, name)
+    if isinstance(cached, str):
+        return Path(cached)
+    try:
+        _knock()
+        return Path(hf_hub_download(repo, name))
+    except Exception as error:  # noqa: BLE001 - the Hub client raises many unrelated classes; all mean "not to be had"
+        raise _unreachable(repo, error, where) from error
+
+
+def fetch_hub_draft(repo: str, *, where: str) -> Path:
+    """The folder of a Hub draft's config and safetensors files, from the local cache when offline.
+
+    Raises:
+        ResolveError: neither cached nor reachable.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        offline = not _answers()
+        return Path(snapshot_download(repo, allow_patterns=WEIGHT_PATTERNS, local_files_only=offline))
+    except Exception as error:  # noqa: BLE001 - see fetch_hub_file
+        raise _unreachable(repo, error, where) from error
+
+
+def _knock() -> None:
+    """One connection to the Hub (nothing behind a proxy, which may be the only way out): without it the client retries
+    for half a minute on a machine without network.
+
+    Raises:
+        OSError: no name service, no route, or no answer within 3 s.
+    """
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+
+    url = urllib.parse.urlsplit(ENDPOINT)
+    if HF_HUB_OFFLINE or url.scheme in urllib.request.getproxies():
+        return
+    socket.create_connection((url.hostname or "", url.port or {"http": 80}.get(url.scheme, 443)), timeout=3).close()
+
+
+def _answers() -> bool:
+    try:
+        _knock()
+    except OSError:
+        return False
+    return True
+
+
+def _unreachable(repo: str, error: Exception, where: str) -> ResolveError:
+    offline = (
+        " (HF_HUB_OFFLINE is set)"
+        if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
+        else ""
+    )
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ResolveError(
+        f"{repo} is no folder here and cannot be had from the Hub{offline}: {reason}",
+        where=where,
+        remedy="give the path of a local folder, check the name, or connect to the Hub (private: hf auth login)",
+    )

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start a server and know that it works: a benchmark child inside a context, or in the foreground until it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Callable, Iterator
+
+from nemo_automodel.components.speculative.serve.client import ServerClient
+from nemo_automodel.components.speculative.serve.port import server_url
+from nemo_automodel.components.speculative.serve.process import LogFile, PassThrough, ServerProcess, child_environment
+from nemo_automodel.components.speculative.serve.readiness import wait_ready
+from nemo_automodel.components.speculative.serve.types import LaunchCommand, ServerInfo
+from nemo_automodel.errors import Interrupted
+
+Say = Callable[[str], None]
+
+
+def served_name(argv: tuple[str, ...]) -> str:
+    """The model name that a server started with this command line answers to."""
+    flag = "--served-model-name" if "--served-model-name" in argv else "--model"
+    return argv[argv.index(flag) + 1]
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM raise `Interrupted` (exit code 130), so that contexts stop their servers."""
+
+    def raise_interrupted(number: int, _frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        raise Interrupted(
+            f"{name} received", where="serve", remedy="the server was stopped; run the same command again"
+        )
+
+    before = {number: signal.signal(number, raise_interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def running_server(
+    command: LaunchCommand, *, host: str, port: int, log: Path, speculative: bool, say: Say
+) -> Iterator[tuple[ServerClient, ServerInfo]]:
+    """A proven server for the length of the block, output in `log`; afterwards no process of it is left.
+
+    Raises:
+        LaunchError: it does not become ready (see `wait_ready`) or does not go away.
+    """
+    output = LogFile(log)
+    with ServerProcess(command, output) as process, _client(command, host, port) as client:
+        say(f"starting vLLM, pid {process.pid}, output in {log}")
+        ready_s = wait_ready(process, client, speculative=speculative, say=say)
+        say(f"ready after {ready_s:.0f} s at {client.url}")
+        yield client, ServerInfo(client.url, process.pid, round(ready_s, 2))
+
+
+def serve_foreground(
+    command: LaunchCommand, *, host: str, port: int, say: Say, on_ready: Callable[[ServerInfo], None]
+) -> int:
+    """Run the server until it ends, its output passing through on stderr; its exit code.
+
+    Raises:
+        LaunchError: it does not become ready.
+        Interrupted: SIGINT or SIGTERM; the server has been stopped.
+    """
+    with interruptible(), ServerProcess(command, PassThrough(sys.stderr)) as process:
+        with _client(command, host, port) as client:
+            ready_s = wait_ready(process, client, speculative=True, say=say)
+            on_ready(ServerInfo(client.url, process.pid, round(ready_s, 2)))
+            say(f"ready after {ready_s:.0f} s: {client.url}/v1 serves {client.model}; Ctrl-C stops it")
+        return process.wait()
+
+
+def _client(command: LaunchCommand, host: str, port: int) -> ServerClient:
+    key = child_environment(command).get("VLLM_API_KEY")  # vllm/envs.py
+    return ServerClient(server_url(host, port), served_name(command.argv), api_key=key)

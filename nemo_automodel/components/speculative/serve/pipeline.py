@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The serve stage, start to end: release -> resolve -> target -> plan -> export -> command -> launch or benchmark.
+
+Imports of httpx and the benchmark wait until a server is to be started: printing answers in about a second.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nemo_automodel.components.speculative.serve.command import build_command, command_warnings
+from nemo_automodel.components.speculative.serve.export import export, reusable_digest
+from nemo_automodel.components.speculative.serve.export_plan import ExportPlan, plan_export
+from nemo_automodel.components.speculative.serve.fixup import plan_fixups
+from nemo_automodel.components.speculative.serve.port import find_port
+from nemo_automodel.components.speculative.serve.record import RESULT, JobRecord, reason_of, record_failure
+from nemo_automodel.components.speculative.serve.report import Report
+from nemo_automodel.components.speculative.serve.resolve import resolve
+from nemo_automodel.components.speculative.serve.target_facts import read_target, read_target_or_none
+from nemo_automodel.components.speculative.serve.types import (
+    Exported,
+    Fixups,
+    LaunchCommand,
+    Resolved,
+    ServerInfo,
+    ServeSpec,
+    TargetFacts,
+)
+from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease, require_vllm, resolve_release
+from nemo_automodel.errors import ConfigError, Interrupted, LaunchError
+
+__all__ = ["record_failure", "run_serve"]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """All that is known before anything is written. `spec` is the one given, with a local target made absolute."""
+
+    spec: ServeSpec
+    release: VllmRelease
+    resolved: Resolved
+    fixups: Fixups
+    export: ExportPlan
+
+
+def run_serve(spec: ServeSpec, *, base_dir: Path, out_dir: Path | None, multirun: bool = False) -> int:
+    """Serve, benchmark or print one draft; the exit code. result.json lies in `out_dir` whatever happens.
+
+    Relative paths of the checkpoint and the target count from `base_dir`.
+
+    Raises:
+        UserError: any stage's own, after result.json has been written.
+    """
+    record, report = JobRecord(out_dir, spec.checkpoint), Report()
+    try:
+        _refuse_foreground_sweep(spec, multirun)
+        plan = _plan(spec, base_dir, record, report)
+        if spec.print_only:
+            return _print(plan, record, report)
+        find_port(spec.host, spec.port)  # taken? better known before the export and the loading
+        exported = _export(plan, record, report)
+        if spec.benchmark_mode:
+            return _benchmark(plan, exported, out_dir, record, report)
+        return _foreground(plan, record, report)
+    except BaseException as error:
+        record.save("failed", reason_of(error))
+        raise
+
+
+def _refuse_foreground_sweep(spec: ServeSpec, multirun: bool) -> None:
+    if multirun and not (spec.benchmark_mode or spec.print_only):
+        raise ConfigError(
+            "a server in the foreground would hold the sweep at its first job",
+            where="serve.mode",
+            remedy="serve.mode=benchmark, or serve.print_only=true",
+        )
+
+
+def _plan(spec: ServeSpec, base_dir: Path, record: JobRecord, report: Report) -> _Plan:
+    """Every pure stage in turn; the record knows at which one it ends."""
+    record.stage = "release"
+    found = resolve_release(spec)
+    record.vllm(found.installed, found.release.version)
+    if not spec.print_only:
+        require_vllm(found, spec)
+    record.stage = "resolve"
+    resolved = resolve(spec.checkpoint, base_dir)
+    record.checkpoint(resolved.model_dir)
+    record.stage = "target"
+    spec = replace(spec, target=_absolute_target(spec.target, base_dir))
+    target, unread = _read_target(spec, base_dir)
+    record.stage = "plan"
+    fixups = plan_fixups(resolved, found.release, target, spec)
+    record.fixups(fixups)
+    export_plan = plan_export(resolved, fixups, spec, base_dir)
+    report.plan(resolved, fixups)
+    told = (*found.warnings, *unread, *fixups.warnings, *export_plan.notes, *command_warnings(spec, os.environ))
+    record.warn(*told)
+    for line in told:
+        report.warn(line)
+    return _Plan(spec, found.release, resolved, fixups, export_plan)
+
+
+def _absolute_target(target: str, base_dir: Path) -> str:
+    """A local target as an absolute path (a pasted command must work from any folder); a Hub id as it is."""
+    folder = (base_dir / Path(target).expanduser()).absolute()
+    return str(folder) if folder.is_dir() else target
+
+
+def _read_target(spec: ServeSpec, base_dir: Path) -> tuple[TargetFacts | None, tuple[str, ...]]:
+    """The target's facts; printing forgives a Hub id that cannot be read, and says so."""
+    if not spec.print_only:
+        return read_target(spec.target, base_dir), ()
+    target, warning = read_target_or_none(spec.target, base_dir)
+    return target, (warning,) if warning else ()
+
+
+def _command(plan: _Plan, port: int) -> LaunchCommand:
+    """The planned command, on the port that was found."""
+    return build_command(plan.export.dest, plan.fixups, plan.spec, plan.release, plan.spec.python, port, os.environ)
+
+
+def _print(plan: _Plan, record: JobRecord, report: Report) -> int:
+    """The command alone on stdout, so that `... | tail -1 | sh` works; everything else went to stderr."""
+    record.stage = "command"
+    try:
+        port = find_port(plan.spec.host, plan.spec.port)
+    except LaunchError as error:  # it may be free when the command is used
+        report.warn(str(error))
+        record.warn(str(error))
+        port = plan.spec.port
+    command = _command(plan, port)
+    record.command(command)
+    if reusable_digest(plan.export) is None:
+        report.warn(
+            f"print only: the draft is not exported to {plan.export.dest} yet; a launch without print_only does that"
+        )
+    record.save("printed")
+    print(command.shell(), flush=True)
+    return 0
+
+
+def _export(plan: _Plan, record: JobRecord, report: Report) -> Exported:
+    record.stage = "export"
+    exported = export(plan.export)
+    record.exported(exported)
+    report.exported(exported)
+    return exported
+
+
+def _foreground(plan: _Plan, record: JobRecord, report: Report) -> int:
+    from nemo_automodel.components.speculative.serve.launch import serve_foreground
+
+    record.stage = "launch"
+    host = plan.spec.host
+    port = find_port(host, plan.spec.port)
+    command = _command(plan, port)
+    record.command(command)
+    record.save("launched")
+    report.say(command.shell())
+    ready: list[ServerInfo] = []
+
+    def on_ready(server: ServerInfo) -> None:
+        ready.append(server)
+        record.server(server)
+        record.save("launched")
+
+    try:
+        code = serve_foreground(command, host=host, port=port, say=report.say, on_ready=on_ready)
+    except Interrupted as error:
+        if ready:  # how a foreground server is meant to end
+            record.save("ok", error.found)
+            return error.exit_code
+        raise
+    record.save("ok" if code == 0 else "failed", None if code == 0 else f"vLLM ended with exit code {code}")
+    return code
+
+
+def _benchmark(plan: _Plan, exported: Exported, out_dir: Path | None, record: JobRecord, report: Report) -> int:
+    from nemo_automodel.components.speculative.bench.run import BenchmarkJob, check_gate, run_benchmark
+
+    record.stage = "benchmark"
+    job_dir = out_dir or Path(tempfile.mkdtemp(prefix="serve_"))
+    job_dir.mkdir(parents=True, exist_ok=True)
+    job = BenchmarkJob(
+        spec=plan.spec,
+        fixups=plan.fixups,
+        exported=exported,
+        release=plan.release,
+        python=plan.spec.python or sys.executable,
+        target=plan.spec.target,
+        job_dir=job_dir,
+    )
+
+    def on_server(command: LaunchCommand, server: ServerInfo) -> None:
+        record.command(command)
+        record.server(server)
+
+    result = run_benchmark(
+        job, say=report.say, on_server=on_server, on_result=lambda measured: record.benchmark(measured.to_dict())
+    )
+    record.benchmark(result.to_dict())
+    places = {"checkpoint": plan.resolved.model_dir, "export": exported.dir, "logs": job_dir}
+    report.benchmark(result, places | ({"result": out_dir / RESULT} if out_dir else {}))
+    record.stage = "gate"
+    check_gate(result, plan.spec.benchmark.min_acceptance_length)
+    record.stage = "done"
+    record.save("ok")
+    return 0

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`result.json`: one per job, written on failure too and before a foreground launch (keys: design section 3)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nemo_automodel.components.speculative.serve.types import Exported, Fixups, LaunchCommand, ServerInfo
+from nemo_automodel.errors import UserError
+from nemo_automodel.files import read_json, write_json
+
+RESULT = "result.json"
+
+
+class JobRecord:
+    """What is known of one job so far; `save` writes it whole, or not at all when there is no folder for it."""
+
+    def __init__(self, out_dir: Path | None, checkpoint: str) -> None:
+        self._out_dir = out_dir
+        self.stage = "release"
+        self._value: dict[str, Any] = {
+            "status": "failed",
+            "stage": self.stage,
+            "reason": None,
+            "checkpoint": checkpoint,
+            "export": None,
+            "fixups": [],
+            "warnings": [],
+            "command": None,
+            "server": None,
+            "benchmark": None,
+            "versions": _versions(),
+        }
+
+    def checkpoint(self, model_dir: Path) -> None:
+        self._value["checkpoint"] = str(model_dir)
+
+    def vllm(self, installed: str | None, facts: str) -> None:
+        """The installed version, and the minor whose facts were used."""
+        self._value["versions"] |= {"vllm": installed, "vllm_facts": facts}
+
+    def fixups(self, fixups: Fixups) -> None:
+        self._value["fixups"] = [asdict(change) for change in fixups.changes]
+
+    def warn(self, *warnings: str) -> None:
+        self._value["warnings"] += warnings
+
+    def exported(self, exported: Exported) -> None:
+        self._value["export"] = {"dir": str(exported.dir), "reused": exported.reused, "digest": exported.digest}
+
+    def command(self, command: LaunchCommand) -> None:
+        self._value["command"] = {"argv": list(command.argv), "env": dict(command.env), "shell": command.shell()}
+
+    def server(self, server: ServerInfo) -> None:
+        self._value["server"] = asdict(server)
+
+    def benchmark(self, benchmark: dict[str, Any]) -> None:
+        self._value["benchmark"] = benchmark
+
+    def save(self, status: str, reason: str | None = None) -> None:
+        """Write result.json atomically with this status."""
+        self._value |= {"status": status, "stage": self.stage, "reason": reason}
+        if self._out_dir is not None:
+            self._out_dir.mkdir(parents=True, exist_ok=True)
+            write_json(self._out_dir / RESULT, self._value)
+
+
+def record_failure(run_dir: Path, error: BaseException, *, stage: str | None = None) -> None:
+    """Leave a result.json for a job that failed outside the serve stage; one that is there already stays."""
+    path = run_dir / RESULT
+    if path.is_file() and read_json(path)["status"] in ("failed", "launched"):
+        return
+    record = JobRecord(run_dir, checkpoint="")
+    record.stage = stage or type(error).__name__.removesuffix("Error").lower()
+    record.save("failed", reason_of(error))
+
+
+def reason_of(error: BaseException) -> str:
+    """One line: a UserError's own, or the type and message of anything else."""
+    return str(error) if isinstance(error, UserError) else " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _versions() -> dict[str, str | None]:
+    names = ("train-then-serve", "torch", "transformers")
+    return {"python": platform.python_version()} | {name: _version(name) for name in names}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the serve stage tells a person, on stderr: stdout is for the printed command alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from nemo_automodel.components.speculative.serve.types import Exported, Fixups, Resolved
+
+if TYPE_CHECKING:
+    from nemo_automodel.components.speculative.bench.run import BenchmarkResult
+
+_ABSENT = "(absent)"
+
+
+class Report:
+    """Human text of one job."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True, highlight=False)
+
+    def say(self, line: str) -> None:
+        """One line; a warning is coloured."""
+        style = "yellow" if line.startswith("warning:") else None
+        self._console.print(escape(line), style=style, soft_wrap=True)
+
+    def warn(self, line: str) -> None:
+        self.say(f"warning: {line}")
+
+    def plan(self, resolved: Resolved, fixups: Fixups) -> None:
+        """The draft that was found, and each change with its reason."""
+        kind = "P-EAGLE" if fixups.parallel_drafting else "EAGLE-3"
+        self.say(f"draft: {resolved.model_dir} ({resolved.layout.value}, {kind}, K={fixups.num_speculative_tokens})")
+        for change in fixups.changes:
+            old, new = _short(change.old), _short(change.new)
+            text = f"  [bold]{escape(change.key)}[/]: {escape(old)} -> {escape(new)}  [dim]({escape(change.why)})[/]"
+            self._console.print(text, soft_wrap=True)
+        renamed = sum(old != new for old, new in fixups.renames.items())
+        self.say(f"  tensors: {renamed} renamed, {len(fixups.renames) - renamed} kept, {len(fixups.dropped)} left out")
+
+    def exported(self, exported: Exported) -> None:
+        self.say(f"export: {exported.dir} ({'reused, nothing changed' if exported.reused else 'written'})")
+
+    def benchmark(self, result: BenchmarkResult, places: dict[str, Path]) -> None:
+        """The final table, and where everything is."""
+        self._console.print(_benchmark_table(result))
+        for line in _notes(result):
+            self.say(line)
+        for name, path in places.items():
+            self.say(f"{name + ':':<12}{path}")
+
+
+def _short(value: Any) -> str:
+    text = _ABSENT if value is None else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _benchmark_table(result: BenchmarkResult) -> Table:
+    table = Table(
+        title=f"K={result.k}, {result.prompts} prompts, {result.output_tokens} tokens, greedy", title_justify="left"
+    )
+    table.add_column("")
+    table.add_column("acceptance\nlength", justify="right")
+    table.add_column("per position")
+    table.add_column("tokens/s", justify="right")
+    table.add_column("speedup", justify="right")
+    base = result.baseline_tokens_per_s
+    table.add_row(
+        "with the draft",
+        *_cells(result.acceptance_length, result.acceptance_per_position, result.tokens_per_s, base),
+        style="bold",
+    )
+    if result.predicted:
+        p = result.predicted
+        table.add_row(f"predicted, {p.dtype}", *_cells(p.acceptance_length, p.acceptance_per_position, None, None))
+    if result.ngram_tokens_per_s:
+        table.add_row("n-gram lookup", *_cells(result.ngram_acceptance_length, (), result.ngram_tokens_per_s, base))
+    if base:
+        table.add_row("no speculation", *_cells(None, (), base, base))
+    return table
+
+
+def _cells(
+    length: float | None, per_position: tuple[float, ...], rate: float | None, base: float | None
+) -> tuple[str, ...]:
+    return (
+        f"{length:.3f}" if length is not None else "-",
+        " ".join(f"{share:.3f}".removeprefix("0") for share in per_position) or "-",
+        f"{rate:.1f}" if rate else "-",
+        f"{rate / base:.2f}x" if rate and base else "-",
+    )
+
+
+def _notes(result: BenchmarkResult) -> list[str]:
+    notes = [
+        f"acceptance length = 1 + accepted / drafts, as vLLM counts; tokens really returned per step: "
+        f"{result.useful_tokens_per_step:.3f}"
+    ]
+    if result.text_equal is not None:
+        notes.append(f"text equal with and without speculation: {result.text_equal} of {result.prompts} prompts")
+    if result.predicted:
+        p = result.predicted
+        verdict = "agree" if p.agrees else "DISAGREE"
+        notes.append(
+            f"served and predicted acceptance {verdict}: largest difference per position {p.max_difference:.3f}"
+        )
+    if result.speedup is not None and result.speedup < 1:
+        notes.append("speculation does not pay here: without it the server is faster")
+    return notes

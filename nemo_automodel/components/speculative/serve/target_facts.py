@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the draft is checked against: the target's config.json, local or from the Hub. No torch, no transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Mapping
+
+from nemo_automodel.components.speculative.serve.hub import fetch_hub_file, is_path_like
+from nemo_automodel.components.speculative.serve.types import TargetFacts
+from nemo_automodel.errors import ResolveError
+from nemo_automodel.files import read_json
+
+WHERE = "serve.target"
+
+
+def read_target(path: str, base_dir: Path | None = None) -> TargetFacts:
+    """Read a target's sizes from its config.json; a nested `text_config` is flattened over the top level.
+
+    `path` is a folder (relative ones are taken from `base_dir`) or a Hub id.
+
+    Raises:
+        ResolveError: no such folder, no readable config.json, or a key that fixes a size is missing.
+    """
+    folder = Path(base_dir or ".") / Path(path).expanduser()
+    if folder.is_dir():
+        file = folder / "config.json"
+        if not file.is_file():
+            raise ResolveError(
+                f"no config.json in {folder}", where=WHERE, remedy="name a folder of a Hugging Face model"
+            )
+    elif is_path_like(path):
+        raise ResolveError(f"no folder {folder}", where=WHERE, remedy="name an existing model folder or a Hub id")
+    else:
+        file = fetch_hub_file(path, "config.json", where=WHERE)
+    return facts_from_config(path, _read(file))
+
+
+def read_target_or_none(path: str, base_dir: Path | None = None) -> tuple[TargetFacts | None, str | None]:
+    """`read_target` for printing: a Hub id that cannot be read gives (None, warning); a bad local target still raises.
+
+    Raises:
+        ResolveError: as `read_target`, for a path.
+    """
+    try:
+        return read_target(path, base_dir), None
+    except ResolveError as error:
+        if is_path_like(path) or (Path(base_dir or ".") / Path(path).expanduser()).is_dir():
+            raise
+        return None, f"{error.found}: checks of the draft against this target are skipped"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return read_json(file)
+    except (OSError, ValueError) as error:
+        raise ResolveError(str(error), where=WHERE, remedy="mend or download this config.json again") from error
+
+
+def facts_from_config(path: str, config: Mapping[str, Any]) -> TargetFacts:
+    """The facts in a target's config dict.
+
+    Raises:
+        ResolveError: a key that fixes a size is missing or no positive integer; all of them are named.
+    """
+    nested = config.get("text_config")
+    flat = {**config, **nested} if isinstance(nested, Mapping) else dict(config)
+    heads = flat.get("num_attention_heads")
+    flat.setdefault("num_key_value_heads", heads)
+    if flat["num_key_value_heads"] is None:
+        flat["num_key_value_heads"] = heads
+    sizes = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads")
+    sizes += ("max_position_embeddings",)
+    bad = [key for key in sizes if type(flat.get(key)) is not int or flat[key] <= 0]
+    if bad:
+        raise ResolveError(
+            f"the config.json of {path} has no usable {', '.join(bad)}",
+            where=WHERE,
+            remedy="name a decoder-only language model",
+        )
+    return TargetFacts(
+        path=path, model_type=str(flat.get("model_type", "")), config=flat, **{key: flat[key] for key in sizes}
+    )

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's last word to its parent: one small JSON file in the run dir. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import nemo_automodel.errors as errors
+from nemo_automodel.components.speculative.train.job import TrainResult
+from nemo_automodel.files import read_json, write_json
+
+OUTCOME_FILE = "train_status.json"
+LOG_FILE = "train.log"
+
+
+def write_result(run_dir: Path, result: TrainResult) -> None:
+    write_json(run_dir / OUTCOME_FILE, {**asdict(result), "checkpoint": str(result.checkpoint)})
+
+
+def write_failure(run_dir: Path, error: errors.UserError) -> None:
+    """A user's mistake (or an interruption) in its three parts."""
+    parts = {"kind": type(error).__name__, "found": error.found, "where": error.where, "remedy": error.remedy}
+    status = "interrupted" if isinstance(error, errors.Interrupted) else "failed"
+    write_json(run_dir / OUTCOME_FILE, {"status": status, "error": parts})
+
+
+def write_crash(run_dir: Path, last_line: str) -> None:
+    """An error that is nobody's mistake but ours: its traceback is in train.log."""
+    write_json(run_dir / OUTCOME_FILE, {"status": "crashed", "last_line": last_line})
+
+
+def read_outcome(run_dir: Path) -> TrainResult:
+    """The result, or the error that the worker met.
+
+    Raises:
+        UserError: of the worker's own kind; TrainError when the worker crashed.
+        ValueError, OSError: there is no outcome.
+    """
+    values = read_json(run_dir / OUTCOME_FILE)
+    if values["status"] == "crashed":
+        raise errors.TrainError(
+            f"the training worker crashed: {values['last_line']}",
+            where="train",
+            remedy=f"read the traceback in {run_dir / LOG_FILE}; the last checkpoint is intact: train.resume={run_dir}",
+        )
+    if "error" in values:
+        error = values["error"]
+        raise getattr(errors, error["kind"])(error["found"], where=error["where"], remedy=error["remedy"])
+    return TrainResult(**{**values, "checkpoint": Path(values["checkpoint"])})

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over micro batches and what they mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Sequence
+
+from torch import Tensor
+
+from nemo_automodel.components.speculative.methods.peagle import LossOut
+
+
+@dataclass(frozen=True)
+class Totals:
+    """`LossOut`s added up, without their graphs; on the device, so that adding costs no synchronisation."""
+
+    loss_sum: Tensor  # [] nats
+    count: Tensor  # [] supervised elements
+    correct: Tensor  # [K]
+    counted: Tensor  # [K]
+
+    @classmethod
+    def of(cls, out: LossOut) -> Totals:
+        return cls(out.loss_sum.detach(), out.count, out.correct_per_depth, out.count_per_depth)
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(
+            self.loss_sum + other.loss_sum,
+            self.count + other.count,
+            self.correct + other.correct,
+            self.counted + other.counted,
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """loss (nats per element), accuracy_per_depth, acceptance_length (simulated)."""
+        pairs = zip(self.correct.tolist(), self.counted.tolist())
+        accuracy = [right / max(1, all_) for right, all_ in pairs]
+        return {
+            "loss": float(self.loss_sum) / max(1, int(self.count)),
+            "accuracy_per_depth": [round(a, 4) for a in accuracy],
+            "acceptance_length": round(simulated_acceptance_length(accuracy), 4),
+        }
+
+
+def simulated_acceptance_length(accuracy_per_depth: Sequence[float]) -> float:
+    """1 + sum over depths d of prod_{j <= d} accuracy_j: depth d counts when all before it were right.
+
+    It takes the depths for independent; what vLLM measures can differ by a few tenths.
+    """
+    length, together = 1.0, 1.0
+    for accuracy in accuracy_per_depth:
+        together *= accuracy
+        length += together
+    return length

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint is whole or it is not there, and what train.resume names is found."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import replace
+
+import pytest
+import torch
+from test_train_loop import train_here
+from tiny_train import make_job
+
+from nemo_automodel.components.speculative.draft.io import load_draft
+from nemo_automodel.components.speculative.train.checkpoint import CheckpointStore, load_state
+from nemo_automodel.components.speculative.train.resume import find_resume_checkpoint, latest_of
+from nemo_automodel.errors import TrainError
+
+
+class NoTokenizer:
+    def save_pretrained(self, folder):
+        (folder / "tokenizer.json").write_text("{}")
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A run of one step, its end and what is needed to save again."""
+    end = train_here(make_job(tmp_path, "run", max_steps=1))
+    draft, spec = load_draft(end.checkpoint / "model")
+    store = CheckpointStore(end.checkpoint.parent, NoTokenizer())
+    return end, draft, spec, store
+
+
+def later(state, step):
+    return replace(state, position=replace(state.position, step=step))
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(trained):
+    end, draft, spec, store = trained
+    state = load_state(end.checkpoint)
+    before = sorted(p.name for p in store.root.iterdir())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # writes beyond 4 KiB fail, as on a full disk
+    try:
+        with pytest.raises(TrainError) as caught:
+            store.save(draft, spec, later(state, 2), epoch=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(end.checkpoint) in caught.value.remedy
+    assert sorted(p.name for p in store.root.iterdir()) == before
+    assert latest_of(store.root) == end.checkpoint
+    load_draft(end.checkpoint / "model"), load_state(end.checkpoint)
+    assert store.save(draft, spec, later(state, 2), epoch=1).name == "epoch_1_step_2"
+
+
+def test_saving_again_under_the_same_name_replaces(trained):
+    end, draft, spec, store = trained
+    state = load_state(end.checkpoint)
+    with torch.no_grad():
+        draft.mask_hidden.fill_(7.0)
+    assert store.save(draft, spec, state, epoch=1) == end.checkpoint
+    assert load_draft(end.checkpoint / "model")[0].mask_hidden.eq(7.0).all()
+    assert sorted(p.name for p in store.root.iterdir()) == ["LATEST", end.checkpoint.name]
+
+
+def test_latest_is_relative_and_a_text_file_is_understood(trained):
+    end, *_, store = trained
+    assert os.readlink(store.root / "LATEST") == end.checkpoint.name
+    (store.root / "LATEST").unlink()
+    (store.root / "LATEST").write_text(end.checkpoint.name + "\n")
+    assert find_resume_checkpoint(str(store.root.parent), store.root.parent) == end.checkpoint
+
+
+def test_every_spelling_of_resume_finds_the_checkpoint(trained, tmp_path):
+    end, *_ = trained
+    run = tmp_path / "run"
+    for value in (run, run / "checkpoints", end.checkpoint, end.checkpoint / "model", run / "checkpoints" / "LATEST"):
+        assert find_resume_checkpoint(str(value), tmp_path / "new") == end.checkpoint, value
+    assert find_resume_checkpoint("LATEST", run) == end.checkpoint
+    assert find_resume_checkpoint("LATEST", tmp_path / "new") == end.checkpoint  # the newest run beside it
+
+
+def test_nothing_to_resume_lists_where_it_looked(tmp_path):
+    with pytest.raises(TrainError, match="no resumable checkpoint") as caught:
+        find_resume_checkpoint(str(tmp_path / "nowhere"), tmp_path / "run")
+    assert str(tmp_path / "nowhere") in str(caught.value)
+    with pytest.raises(TrainError, match="no resumable checkpoint"):
+        find_resume_checkpoint("LATEST", tmp_path / "run")
+
+
+def test_a_damaged_state_is_named(trained):
+    end, *_ = trained
+    path = end.checkpoint / "trainer" / "state.pt"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(TrainError, match="cannot read .*state.pt"):
+        load_state(end.checkpoint)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is trained on, to the character, for templates of four kinds."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_chat import CHATML, CHATML_MARKED, LLAMA3, QWEN3, byte_tokenizer, turns
+
+from nemo_automodel.components.datasets.encode import RowEncoder, encode_rows
+from nemo_automodel.components.datasets.rows import ChatRow
+from nemo_automodel.errors import DataError
+
+THREE = turns(
+    ("system", "Be kind."), ("user", "Hi"), ("assistant", "<b>Hello"), ("user", "Two?"), ("assistant", "2, 🙂 yes")
+)
+
+
+def supervised(template: str, messages, *, tools=(), merges=(), **settings) -> list[str]:
+    """The trained-on text, one string per contiguous run of supervised tokens."""
+    tokenizer = byte_tokenizer(template, merges=merges)
+    kwargs = settings.pop("chat_template_kwargs", {})
+    encoder = RowEncoder(tokenizer, settings.pop("seq_length", 10_000), chat_template_kwargs=kwargs, **settings)
+    row, _ = encoder.encode(ChatRow(1, tuple(messages), tools))
+    runs: list[list[int]] = [[]]
+    for token, on in zip(row.input_ids.tolist(), row.loss_mask.tolist()):
+        if on:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, QWEN3])
+def test_multi_turn_with_system_prompt(template):
+    think = "<think>\n\n</think>\n\n" if template is QWEN3 else ""
+    assert supervised(template, THREE) == ["<b>Hello<|im_end|>", f"{think}2, 🙂 yes<|im_end|>"]
+
+
+def test_llama3_ends_at_eot_and_trims():
+    messages = turns(("user", "Hi"), ("assistant", "  Hello \n"), ("user", "x"), ("assistant", "y"))
+    assert supervised(LLAMA3, messages) == ["Hello<|eot_id|>", "y<|eot_id|>"]
+
+
+def test_marked_and_unmarked_templates_agree():
+    assert supervised(CHATML, THREE) == supervised(CHATML_MARKED, THREE)
+
+
+def test_old_thinking_is_dropped_and_the_last_kept():
+    old, new = "<think>\nold\n</think>\n\nA", "<think>\nnew\n</think>\n\nB"
+    messages = turns(("user", "a"), ("assistant", old), ("user", "b"), ("assistant", new))
+    assert supervised(QWEN3, messages) == ["A<|im_end|>", "<think>\nnew\n</think>\n\nB<|im_end|>"]
+    assert supervised(QWEN3, messages, mask_reasoning_content=True) == ["A<|im_end|>", "\n\nB<|im_end|>"]
+
+
+def test_reasoning_in_its_own_field():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "A", "reasoning_content": "why"}]
+    assert supervised(QWEN3, messages) == ["<think>\nwhy\n</think>\n\nA<|im_end|>"]
+
+
+def test_the_think_block_of_the_generation_prompt_is_prompt():
+    off = {"enable_thinking": False}
+    assert supervised(QWEN3, THREE, chat_template_kwargs=off) == ["<b>Hello<|im_end|>", "2, 🙂 yes<|im_end|>"]
+
+
+def test_tool_calls_are_supervised_and_tool_answers_not():
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "clock"}}]}
+    messages = [{"role": "user", "content": "time?"}, call, {"role": "tool", "content": "12:00"}]
+    messages += turns(("assistant", "Noon"))
+    got = supervised(QWEN3, messages)
+    assert got == ["<tool_call>\nclock\n</tool_call><|im_end|>", "<think>\n\n</think>\n\nNoon<|im_end|>"]
+    spoken = [messages[0], {**call, "content": "Let me see"}, *messages[2:]]
+    assert supervised(QWEN3, spoken)[0] == "Let me see\n<tool_call>\nclock\n</tool_call><|im_end|>"
+
+
+def test_a_turn_that_imitates_the_template_does_not_move_the_span():
+    messages = turns(("user", "say <|im_start|>assistant\n<think>\n\n</think>\n\n"), ("assistant", "no"))
+    assert supervised(CHATML, messages) == ["no<|im_end|>"]
+    off = {"enable_thinking": False}
+    assert supervised(QWEN3, messages, chat_template_kwargs=off) == ["no<|im_end|>"]
+
+
+def test_empty_answer_leaves_the_end_of_turn():
+    assert supervised(CHATML, turns(("user", "a"), ("assistant", ""))) == ["<|im_end|>"]
+
+
+def test_a_token_across_the_boundary_belongs_to_the_prompt():
+    # "\n\n" is one token here: it begins in the header, as it does in the prompt that the engine would see.
+    messages = turns(("user", "a"), ("assistant", "\nx"))
+    assert supervised(CHATML, messages, merges=(("Ċ", "Ċ"),)) == ["x<|im_end|>"]
+    assert supervised(CHATML, messages) == ["\nx<|im_end|>"]
+
+
+def test_plain_text_template_without_end_of_turn_token():
+    plain = (
+        "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}### assistant:\n{% endif %}"
+    )
+    assert supervised(plain, THREE) == ["<b>Hello", "2, 🙂 yes"]
+
+
+def test_a_template_that_hides_the_answer_is_refused():
+    rude = "{% for m in messages %}{{ m.content | length if m.role == 'assistant' else m.content }}{% endfor %}"
+    rows = [ChatRow(7, tuple(THREE))]
+    with pytest.raises(DataError, match=r"row 7: cannot tell .*generation"):
+        encode_rows(rows, RowEncoder(byte_tokenizer(rude), 100), where="data.train")
+
+
+def test_a_row_that_the_template_refuses_is_named():
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}" + CHATML
+    with pytest.raises(DataError, match="row 3: the chat template refuses it: no system role here"):
+        encode_rows([ChatRow(3, tuple(THREE))], RowEncoder(byte_tokenizer(strict), 100), where="data.train")
+
+
+def test_long_rows_are_cut_and_rows_without_supervision_dropped():
+    rows = [
+        ChatRow(1, tuple(turns(("user", "a" * 300), ("assistant", "b")))),  # the answer lies beyond the cut
+        ChatRow(2, tuple(turns(("user", "only a question")))),
+        ChatRow(3, tuple(turns(("user", "q"), ("assistant", "c" * 300)))),
+    ]
+    encoded = encode_rows(rows, RowEncoder(byte_tokenizer(CHATML), 64), where="data.train")
+    assert [row.number for row in encoded.rows] == [3]
+    assert (encoded.rows_read, encoded.rows_cut, encoded.rows_dropped) == (3, 2, 2)
+    assert len(encoded.rows[0]) == encoded.tokens == 64
+    header = len("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n") - 3 * len("<|im_start|>") + 3 + 2
+    assert encoded.supervised_tokens == 64 - header == int(encoded.rows[0].loss_mask.sum())
+
+
+def test_nothing_supervised_at_all_shows_the_first_row():
+    rows = [ChatRow(1, tuple(turns(("user", "only a question"))))]
+    with pytest.raises(DataError) as caught:
+        encode_rows(rows, RowEncoder(byte_tokenizer(CHATML), 64), where="data.train")
+    assert "<|im_start|>user\\nonly a question<|im_end|>" in str(caught.value)
+    assert caught.value.where == "data.train"
+
+
+def test_no_rows_and_no_template_are_named():
+    with pytest.raises(DataError, match="no rows"):
+        encode_rows([], RowEncoder(byte_tokenizer(CHATML), 64), where="data.validation")
+    with pytest.raises(DataError, match="no chat template"):
+        encode_rows([], RowEncoder(byte_tokenizer(None), 64), where="data.train")
+
+
+def test_ids_are_those_of_the_tokenizers_own_chat_template():
+    tokenizer = byte_tokenizer(LLAMA3)
+    row, cut = RowEncoder(tokenizer, 1000).encode(ChatRow(1, tuple(THREE)))
+    assert row.input_ids.tolist() == tokenizer.apply_chat_template(THREE, tokenize=True, return_dict=True)["input_ids"]
+    assert not cut

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every source gives the same rows, and a bad row is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from nemo_automodel.components.datasets.rows import load_rows
+from nemo_automodel.errors import DataError
+
+MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def read(path, **settings):
+    return [[dict(m) for m in row.messages] for row in load_rows(str(path), where="data.train", **settings)]
+
+
+def test_both_spellings_give_the_same_messages(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": MESSAGES}, {"conversations": SHAREGPT}])
+    assert read(path) == [MESSAGES, MESSAGES]
+
+
+def test_json_parquet_and_a_saved_folder_give_the_same_rows(tmp_path):
+    import datasets
+
+    rows = [{"messages": MESSAGES, "id": i} for i in range(3)]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(str(tmp_path / "a.parquet"))
+    table.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train": table}).save_to_disk(str(tmp_path / "dict"))
+    (tmp_path / "folder").mkdir()
+    table.to_parquet(str(tmp_path / "folder" / "train.parquet"))
+    for name in ("a.json", "a.parquet", "saved", "dict", "folder"):
+        assert read(tmp_path / name) == [MESSAGES] * 3, name
+
+
+def test_nulls_of_parquet_are_absent_keys(tmp_path):
+    turn = {"role": "assistant", "content": None, "tool_calls": None, "name": None}
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": [turn]}])
+    assert read(path) == [[{"role": "assistant", "content": ""}]]
+
+
+def test_the_column_can_be_named(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"chat": SHAREGPT, "messages": [{"role": "user", "content": "other"}]}])
+    assert read(path, column="chat") == [MESSAGES]
+    with pytest.raises(DataError, match="no field 'talk'.*chat, messages"):
+        read(path, column="talk")
+
+
+def test_max_rows_and_text_parts_and_tools(tmp_path):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": parts, "tools": '[{"name": "clock"}]'}, {"broken": 1}])
+    (row,) = load_rows(path, where="data.train", max_rows=1)
+    assert row.messages[0]["content"] == "Hi" and row.tools == ({"name": "clock"},)
+
+
+def test_bad_rows_are_named_by_number(tmp_path):
+    rows = [
+        {"messages": MESSAGES}, {"text": "x"}, {"messages": MESSAGES},
+        {"conversations": [{"from": "narrator", "value": ""}]}, {"messages": [{"content": "no role"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {"messages": []},
+    ]  # fmt: skip
+    with pytest.raises(DataError) as caught:
+        read(write_jsonl(tmp_path / "a.jsonl", rows))
+    text = str(caught.value)
+    assert caught.value.where == "data.train"
+    assert "row 2: no field" in text and "row 4: turn 0 is from 'narrator'" in text
+    assert "row 5: turn 0 has neither" in text and "row 6: the content" in text and "row 7" in text
+
+
+def test_a_broken_line_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": MESSAGES}) + "\n{half a row\n")
+    with pytest.raises(DataError, match="line 2 is not JSON"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "/no/such/folder", "./here", "../up", "a/b/c"])
+def test_a_path_that_is_not_there_is_not_taken_for_a_hub_id(name):
+    with pytest.raises(DataError, match="no file or folder at"):
+        read(name)
+
+
+def test_an_unknown_file_kind_and_a_broken_parquet(tmp_path):
+    for name in ("a.csv", "a.parquet"):
+        (tmp_path / name).write_text("no parquet")
+        with pytest.raises(DataError, match="cannot read"):
+            read(tmp_path / name)

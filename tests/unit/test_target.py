@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target's states are transformers' own, and a draft's shape follows from target and config."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from nemo_automodel.components.speculative.target import Target, build_draft_spec, read_target_dims
+from nemo_automodel.config.schema import DraftConfig
+from nemo_automodel.errors import ConfigError
+
+SIZES = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=6, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8, max_position_embeddings=128)  # fmt: skip
+
+
+def llama3() -> PreTrainedModel:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64}  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope))
+
+
+def qwen3(**changes: object) -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**(SIZES | changes), tie_word_embeddings=True, eos_token_id=2))
+
+
+def save(model: PreTrainedModel, folder: Path) -> str:
+    torch.manual_seed(0)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("make", [llama3, qwen3])
+def test_states_are_transformers_hidden_states(make: type, tmp_path: Path) -> None:
+    path = save(make(), tmp_path)
+    target = Target.load(path, aux_layer_ids=(1, 3, 5), dtype=torch.float32, device="cpu")
+    ids = torch.randint(0, 40, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    states = target.states(ids, mask)
+    with torch.no_grad():
+        want = target.model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+    torch.testing.assert_close(states.aux, torch.cat([want.hidden_states[k] for k in (1, 3, 5)], dim=-1))
+    torch.testing.assert_close(states.last @ target.lm_head_weight.T, want.logits)
+    short = target.states(ids[1:, :6], mask[1:, :6])
+    torch.testing.assert_close(short.aux, states.aux[1:, :6])
+    assert not any(p.requires_grad for p in target.model.parameters()) and not states.aux.requires_grad
+    assert target.embed_weight.shape == (40, 16)
+
+
+def test_aux_ids_are_taken_in_ascending_order_as_vllm_does(tmp_path: Path) -> None:
+    model = qwen3().eval()
+    ids = torch.randint(0, 40, (1, 5))
+    one, other = (Target(model, order).states(ids, torch.ones_like(ids)).aux for order in ((1, 2, 4), (4, 1, 2)))
+    assert torch.equal(one, other)
+
+
+def test_dims_come_from_the_config_alone_and_reach_the_draft(tmp_path: Path) -> None:
+    model = llama3()
+    model.config.save_pretrained(tmp_path)
+    dims = read_target_dims(str(tmp_path))
+    spec = build_draft_spec(dims, DraftConfig(mask_token_id=7), seq_length=500, dtype="bfloat16")
+    assert (spec.hidden_size, spec.num_key_value_heads, spec.head_dim, spec.vocab_size) == (16, 2, 8, 40)
+    assert spec.draft_vocab_size == 40 and spec.num_layers == 2 and spec.mask_token_id == 7 and spec.dtype == "bfloat16"
+    assert len(set(spec.aux_layer_ids)) == 3 and 1 <= spec.aux_layer_ids[0] and spec.aux_layer_ids[-1] <= 5
+    assert spec.max_position_embeddings >= 500
+    assert spec.rope.theta == 5e5 and spec.rope.scaling["rope_type"] == "llama3" and spec.rope.scaling["factor"] == 8.0
+
+
+BAD = {
+    "draft.mask_token_id": [{"mask_token_id": None}, {"mask_token_id": 40}, {"mask_token_id": -1}],
+    "draft.aux_layer_ids": [{"aux_layer_ids": ids} for ids in ([1, 3], [0, 2, 3], [1, 3, 6], [1, 3, 3], [3, 2, 1])],
+    "draft.draft_vocab_size": [{"draft_vocab_size": 41}, {"draft_vocab_size": 0}],
+    "draft.num_depths": [{"num_depths": 0}],
+    "draft.down_sample_ratio": [{"down_sample_ratio": 1.2}, {"down_sample_ratio_min": 0.0}],
+}
+
+
+@pytest.mark.parametrize(("where", "values"), [(w, v) for w, many in BAD.items() for v in many])
+def test_values_that_do_not_fit_name_their_key(where: str, values: dict) -> None:
+    dims = Target(qwen3(), (1, 2, 3)).dims
+    with pytest.raises(ConfigError) as caught:
+        build_draft_spec(dims, replace(DraftConfig(mask_token_id=7), **values), seq_length=64)
+    assert where in caught.value.where and "draft." in caught.value.remedy
+
+
+def test_targets_that_cannot_be_drafted_for_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="target.path"):
+        read_target_dims(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="at least 4 layers"):
+        build_draft_spec(Target(qwen3(num_hidden_layers=3), (1, 2)).dims, DraftConfig(mask_token_id=7), seq_length=64)
+    softcapped = qwen3()
+    softcapped.config.final_logit_softcapping = 30.0
+    with pytest.raises(ConfigError, match="final_logit_softcapping"):
+        Target(softcapped, (1, 2, 3))
+
+
+def test_learnt_positions_instead_of_rope_are_refused() -> None:
+    with pytest.raises(ConfigError, match="gpt2"):
+        Target(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=4, n_head=2, vocab_size=40)), (1, 2, 3))

