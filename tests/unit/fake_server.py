@@ -73,6 +73,7 @@ def main() -> None:
         child.stdout.readline()
         if BEHAVIOUR == "ignores_sigterm":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("all up", flush=True)
     if BEHAVIOUR == "hangs":
         threading.Event().wait()
     ThreadingHTTPServer(("127.0.0.1", PORT), Handler).serve_forever()

@@ -95,7 +95,7 @@ def test_a_slow_server_is_waited_for_with_progress_and_an_interrupt_ends_it(tmp_
 def test_the_stop_leaves_nothing_behind(tmp_path: Path, behaviour: str) -> None:
     port = find_port(HOST, 0)
     process = ServerProcess(fake(port, behaviour), LogFile(tmp_path / "log"), grace_s=0.5)
-    _wait(lambda: len(session_members(process.pid)) == 3)
+    _wait(lambda: "all up" in (tmp_path / "log").read_text())
     process.stop()
     assert not session_members(process.pid)
 
@@ -103,7 +103,7 @@ def test_the_stop_leaves_nothing_behind(tmp_path: Path, behaviour: str) -> None:
 def test_what_a_killed_server_leaves_is_ended(tmp_path: Path) -> None:
     port = find_port(HOST, 0)
     with ServerProcess(fake(port, "grandchild_stays"), LogFile(tmp_path / "log"), grace_s=0.5) as process:
-        _wait(lambda: len(session_members(process.pid)) == 3)
+        _wait(lambda: "all up" in (tmp_path / "log").read_text())
         server = next(pid for pid, cmd in session_members(process.pid).items() if "supervisor" not in cmd)
         os.kill(server, signal.SIGKILL)
         assert process.wait() == 128 + signal.SIGKILL
@@ -125,7 +125,8 @@ def test_the_server_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     pid = int(parent.stdout.readline())
-    _wait(lambda: len(session_members(pid)) == 3)
+    _wait(lambda: "all up" in (tmp_path / "log").read_text())
+    assert len(session_members(pid)) == 3
     parent.kill()
     parent.wait()
     _wait(lambda: not session_members(pid))
