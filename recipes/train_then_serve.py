@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hydra
@@ -17,13 +18,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from nemo_automodel.components.speculative.serve.forecast import print_forecast
 from nemo_automodel.components.speculative.serve.pipeline import record_failure, run_serve
 from nemo_automodel.components.speculative.serve.preflight import preflight
-from nemo_automodel.components.speculative.sweep import SweepCallback, prepare_arguments
+from nemo_automodel.components.speculative.sweep import SweepCallback, prepare_arguments, quote_value
 from nemo_automodel.components.speculative.train.job import build_train_job
 from nemo_automodel.components.speculative.train.workers import run_training
 from nemo_automodel.config.parse import build_serve_spec, parse_config
-from nemo_automodel.config.schema import AppConfig, ServeMode
+from nemo_automodel.config.schema import AppConfig
 from nemo_automodel.config.store import register
 from nemo_automodel.errors import ConfigError, Interrupted, UserError
 
@@ -44,40 +46,43 @@ def run_job(app: AppConfig, place: Place) -> int:
         raise ConfigError(
             "nothing to do", where="train.enabled=false serve.enabled=false", remedy="add serve.enabled=true"
         )
-    if place.multirun and app.serve.enabled and app.serve.mode is ServeMode.foreground and not app.serve.print_only:
-        raise ConfigError(
-            "a server in the foreground would hold the sweep at its first job",
-            where="serve.mode=foreground with --multirun",
-            remedy="add serve.mode=benchmark or serve.print_only=true",
-        )
     checkpoint = _checkpoint_to_serve(app, place)
     spec = build_serve_spec(app, checkpoint=checkpoint, base_dir=place.base_dir)
-    if app.train.enabled and app.serve.print_only:
-        # print_only changes nothing, so it does not train either: what it shows is for a draft that is there.
-        raise ConfigError(
-            "print_only shows what would be served and trains nothing",
-            where="serve.print_only=true train.enabled=true",
-            remedy="add train.enabled=false serve.checkpoint=PATH",
+    untrained = app.train.enabled and checkpoint == str(place.run_dir)
+    if spec.print_only and untrained:
+        preflight(spec, app.draft, base_dir=place.base_dir)
+        return print_forecast(
+            spec, _train_line(place), app.draft.num_depths, base_dir=place.base_dir, run_dir=place.run_dir
         )
-    if app.train.enabled:
+    if app.train.enabled and not spec.print_only:
         if app.serve.enabled:
-            preflight(spec, app.draft)
+            preflight(spec, app.draft, base_dir=place.base_dir)
         result = run_training(build_train_job(app, place.run_dir))
-        spec = build_serve_spec(app, checkpoint=str(result.checkpoint), base_dir=place.base_dir)
-    return run_serve(spec, base_dir=place.base_dir, out_dir=place.run_dir) if app.serve.enabled else 0
+        spec = replace(spec, checkpoint=str(result.checkpoint))
+    if not app.serve.enabled:
+        return 0
+    return run_serve(spec, base_dir=place.base_dir, out_dir=place.run_dir, multirun=place.multirun)
+
+
+def _train_line(place: Place) -> str:
+    """The shell command that trains, and only trains, into this run dir."""
+    given = [text for text in HydraConfig.get().overrides.task if not text.startswith("serve.")]
+    argv = [sys.executable, str(Path(__file__).resolve()), "-cn", place.recipe, *given]
+    return shlex.join([*argv, "serve.enabled=false", f"hydra.run.dir={quote_value(str(place.run_dir))}"])
 
 
 def _checkpoint_to_serve(app: AppConfig, place: Place) -> str:
     """What `serve.checkpoint` means here; LATEST without training is the newest run of this recipe."""
     wanted = app.serve.checkpoint
+    if app.train.enabled and wanted == "LATEST":
+        return str(place.run_dir)
     if app.train.enabled:
-        if wanted != "LATEST":
+        if not app.serve.print_only:
             raise ConfigError(
                 "a run that trains serves its own last checkpoint",
                 where=f"serve.checkpoint={wanted}",
                 remedy="add train.enabled=false, or leave serve.checkpoint out",
             )
-        return str(place.run_dir)
     if wanted != "LATEST":
         return wanted
     runs = sorted((place.base_dir / "outputs" / place.recipe).glob("*/checkpoints/LATEST"))

@@ -4,7 +4,7 @@
     python recipes/quickstart/build_chat.py
 
 A draft learns to guess its target, so the answers are the target's greedy output, right or
-wrong. Held-out prompts come from the side of the corpus that neither file's maker trained on.
+wrong. Held-out prompts come from the side of the corpus that is in no training text.
 """
 
 import argparse

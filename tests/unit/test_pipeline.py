@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from nemo_automodel.errors import (
     VllmMissingError,
 )
 
+ROOT = Path(__file__).parents[2]
 KEYS = {"status", "stage", "reason", "checkpoint", "export", "fixups", "command", "server", "benchmark", "versions"}
 BENCHMARK_KEYS = {
     "acceptance_length", "acceptance_rate", "acceptance_per_position", "num_drafts", "tokens_per_s",
@@ -89,9 +91,23 @@ def test_print_only_prints_one_pasteable_line_and_writes_only_its_result(spec, i
     assert speculative["num_speculative_tokens"] == 4 and speculative["parallel_drafting"] is True
     assert "pard_token" in shown.err and "not exported" in shown.err
     result = _result(out)
-    assert (result["status"], result["command"]["shell"]) == ("printed", line)
+    export, launch = line.split(" && ")
+    assert (result["status"], result["command"]["shell"]) == ("printed", launch)
+    assert shlex.split(export)[-1] == "--export-only"
     assert KEYS <= set(result)
     assert not (tmp_path / "export").exists() and [path.name for path in out.iterdir()] == ["result.json"]
+
+
+def test_the_printed_line_exports_what_it_then_serves(spec, installed, tmp_path, capsys) -> None:
+    spec = replace(spec, print_only=True, port=find_port(HOST, 0))
+    run_serve(spec, base_dir=tmp_path, out_dir=None)
+    export, launch = capsys.readouterr().out.strip().split(" && ")
+    subprocess.run(export, shell=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    words = shlex.split(launch)
+    folder = Path(json.loads(words[words.index("--speculative-config") + 1])["model"])
+    assert (folder / "model.safetensors").is_file()
+    run_serve(spec, base_dir=tmp_path, out_dir=None)
+    assert capsys.readouterr().out.strip() == launch  # exported already: nothing else is to be done
 
 
 def test_print_only_without_a_folder_writes_nothing(spec, installed, tmp_path) -> None:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, Sequence
 
-from nemo_automodel.components.speculative.serve.pipeline import run_serve
+from nemo_automodel.components.speculative.serve.pipeline import run_export, run_serve
 from nemo_automodel.components.speculative.serve.types import ServeSpec
 from nemo_automodel.errors import ConfigError, Interrupted, UserError
 
@@ -36,6 +36,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--gpu-memory-utilization", type=float, default=0.8, help="(default: %(default)s)")
     add("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
     add("--method", help="only to insist on what the draft is: eagle3 or peagle")
+    add("--export-dir", help="where to write the export; default: vllm_export/ beside the draft's weights")
+    add("--vllm-version", default="auto", help="release to prepare for, such as 0.32 (default: the installed one)")
+    add("--export-only", action="store_true", help="write the export and print its folder, start nothing")
     add("--print-only", action="store_true", help="print the command, write nothing, start nothing")
     parser.epilog = "Everything after -- goes to vLLM: -- --max-num-seqs 8 --enforce-eager"
     return parser
@@ -82,6 +85,8 @@ def spec_from_args(args: argparse.Namespace, extra: Sequence[str]) -> ServeSpec:
         gpu_memory_utilization=args.gpu_memory_utilization,
         max_model_len=args.max_model_len,
         trust_remote_code=args.trust_remote_code,
+        export_dir=args.export_dir and str(Path(args.export_dir).expanduser().absolute()),
+        vllm_version=args.vllm_version,
         extra_args=parse_extra(extra),
     )
 
@@ -92,7 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     cut = words.index("--") if "--" in words else len(words)
     args = build_parser().parse_args(words[:cut])
     try:
-        return run_serve(spec_from_args(args, words[cut + 1 :]), base_dir=Path.cwd(), out_dir=None)
+        spec = spec_from_args(args, words[cut + 1 :])
+        if args.export_only:
+            return run_export(spec, base_dir=Path.cwd())
+        return run_serve(spec, base_dir=Path.cwd(), out_dir=None)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import copy
 import glob
 import re
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
@@ -73,4 +75,6 @@ class SweepCallback(Callback):
     sweep_dir: Path | None = None
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        # `${hydra:...}` inside the path is resolved through this singleton, which Hydra itself sets only per job.
+        HydraConfig.instance().set_config(copy.deepcopy(config))
         SweepCallback.sweep_dir = Path(config.hydra.sweep.dir).absolute()

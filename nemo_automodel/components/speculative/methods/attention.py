@@ -3,8 +3,8 @@
 
 Element (a, d) sees the depth-0 elements with anchor <= a and the elements (a, 1..d). A dense mask over all elements
 would be quadratic in their number; here depth 0 is plain causal attention, and deeper elements go in chunks of queries
-whose keys are the prefix up to the chunk's last anchor and the chunk's own elements. A chunk's mask is made again in the
-backward pass and the kernel keeps no scores, so memory is linear in the sequence length.
+whose keys are the prefix up to the chunk's last anchor and the chunk's own elements. A chunk's mask is made again in
+the backward pass and the kernel keeps no scores, so memory is linear in the sequence length.
 """
 
 from __future__ import annotations

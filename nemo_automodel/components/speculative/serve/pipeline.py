@@ -7,6 +7,7 @@ Imports of httpx and the benchmark wait until a server is to be started: printin
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -20,7 +21,11 @@ from nemo_automodel.components.speculative.serve.port import find_port
 from nemo_automodel.components.speculative.serve.record import RESULT, JobRecord, reason_of, record_failure
 from nemo_automodel.components.speculative.serve.report import Report
 from nemo_automodel.components.speculative.serve.resolve import resolve
-from nemo_automodel.components.speculative.serve.target_facts import read_target, read_target_or_none
+from nemo_automodel.components.speculative.serve.target_facts import (
+    absolute_target,
+    read_target,
+    read_target_or_none,
+)
 from nemo_automodel.components.speculative.serve.types import (
     Exported,
     Fixups,
@@ -33,7 +38,8 @@ from nemo_automodel.components.speculative.serve.types import (
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease, require_vllm, resolve_release
 from nemo_automodel.errors import ConfigError, Interrupted, LaunchError
 
-__all__ = ["record_failure", "run_serve"]
+COMMAND_LINE = "nemo_automodel.components.speculative.serve_vllm"
+__all__ = ["export_line", "record_failure", "run_export", "run_serve"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ def _plan(spec: ServeSpec, base_dir: Path, record: JobRecord, report: Report) ->
     resolved = resolve(spec.checkpoint, base_dir)
     record.checkpoint(resolved.model_dir)
     record.stage = "target"
-    spec = replace(spec, target=_absolute_target(spec.target, base_dir))
+    spec = replace(spec, target=absolute_target(spec.target, base_dir))
     target, unread = _read_target(spec, base_dir)
     record.stage = "plan"
     fixups = plan_fixups(resolved, found.release, target, spec)
@@ -103,12 +109,6 @@ def _plan(spec: ServeSpec, base_dir: Path, record: JobRecord, report: Report) ->
     for line in told:
         report.warn(line)
     return _Plan(spec, found.release, resolved, fixups, export_plan)
-
-
-def _absolute_target(target: str, base_dir: Path) -> str:
-    """A local target as an absolute path (a pasted command must work from any folder); a Hub id as it is."""
-    folder = (base_dir / Path(target).expanduser()).absolute()
-    return str(folder) if folder.is_dir() else target
 
 
 def _read_target(spec: ServeSpec, base_dir: Path) -> tuple[TargetFacts | None, tuple[str, ...]]:
@@ -125,7 +125,7 @@ def _command(plan: _Plan, port: int) -> LaunchCommand:
 
 
 def _print(plan: _Plan, record: JobRecord, report: Report) -> int:
-    """The command alone on stdout, so that `... | tail -1 | sh` works; everything else went to stderr."""
+    """One line for a shell on stdout, so that `... | sh` works; everything else went to stderr."""
     record.stage = "command"
     try:
         port = find_port(plan.spec.host, plan.spec.port)
@@ -135,12 +135,36 @@ def _print(plan: _Plan, record: JobRecord, report: Report) -> int:
         port = plan.spec.port
     command = _command(plan, port)
     record.command(command)
-    if reusable_digest(plan.export) is None:
-        report.warn(
-            f"print only: the draft is not exported to {plan.export.dest} yet; a launch without print_only does that"
-        )
     record.save("printed")
-    print(command.shell(), flush=True)
+    steps = [command.shell()]
+    if reusable_digest(plan.export) is None:
+        report.say(f"the draft is not exported yet: the line does that first, to {plan.export.dest}")
+        steps.insert(0, export_line(plan.spec, str(plan.resolved.model_dir)))
+    print(" && ".join(steps), flush=True)
+    return 0
+
+
+def export_line(spec: ServeSpec, draft: str) -> str:
+    """A shell command that makes the same export as a launch of `spec` would."""
+    options = {
+        "--export-dir": spec.export_dir,
+        "--vllm-version": None if spec.vllm_version == "auto" else spec.vllm_version,
+        "--num-speculative-tokens": spec.num_speculative_tokens,
+    }
+    flags = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    argv = [sys.executable, "-m", COMMAND_LINE, "--target", spec.target, "--draft", draft, *flags, "--export-only"]
+    return shlex.join(argv)
+
+
+def run_export(spec: ServeSpec, *, base_dir: Path) -> int:
+    """Resolve, plan and export; nothing is started, so vLLM need not be here. The folder is printed on stdout.
+
+    Raises:
+        UserError: any stage's own.
+    """
+    record, report = JobRecord(None, spec.checkpoint), Report()
+    plan = _plan(replace(spec, print_only=True), base_dir, record, report)
+    print(_export(plan, record, report).dir, flush=True)
     return 0
 
 

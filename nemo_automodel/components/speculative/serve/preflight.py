@@ -14,7 +14,7 @@ from nemo_automodel.components.speculative.serve.command import build_baseline_c
 from nemo_automodel.components.speculative.serve.fixup_serving import check_method, check_parallel_sizes, check_release
 from nemo_automodel.components.speculative.serve.ledger import Ledger
 from nemo_automodel.components.speculative.serve.port import find_port
-from nemo_automodel.components.speculative.serve.target_facts import read_target
+from nemo_automodel.components.speculative.serve.target_facts import read_target, read_target_or_none
 from nemo_automodel.components.speculative.serve.types import ServeSpec, TargetFacts
 from nemo_automodel.components.speculative.serve.vllm_release import ResolvedRelease, require_vllm, resolve_release
 from nemo_automodel.config.schema import DraftConfig, DraftKind
@@ -26,7 +26,8 @@ SPARE_BYTES = 64 * 1024 * 1024
 def preflight(spec: ServeSpec, draft: DraftConfig, *, base_dir: Path | None = None) -> None:
     """Check what serving this draft will need. `spec.checkpoint` is the run's folder.
 
-    Relative paths count from `base_dir` (None: the current folder).
+    Relative paths count from `base_dir` (None: the current folder). Printing forgives what may be otherwise on the
+    machine where the printed lines are used: no vLLM, a port in use, a Hub target that cannot be read here.
 
     Raises:
         VllmMissingError: vLLM is missing or too old (exit code 2), whatever else is wrong.
@@ -44,11 +45,13 @@ def preflight(spec: ServeSpec, draft: DraftConfig, *, base_dir: Path | None = No
             return None
 
     release = check(lambda: resolve_release(spec))
-    target = check(lambda: read_target(spec.target, base))
-    check(lambda: find_port(spec.host, spec.port))
+    target = check(lambda: read_target_or_none(spec.target, base)[0] if spec.print_only else read_target(spec.target, base))
     check(lambda: _check_prompts(spec))
+    if not spec.print_only:
+        check(lambda: find_port(spec.host, spec.port))
     if isinstance(release, ResolvedRelease):
-        check(lambda: require_vllm(release, spec))
+        if not spec.print_only:
+            check(lambda: require_vllm(release, spec))
         check(lambda: build_baseline_command(spec, release.release, sys.executable, spec.port))
         check(lambda: _check_gpus(spec, release))
         facts = target if isinstance(target, TargetFacts) else None

@@ -81,3 +81,9 @@ def facts_from_config(path: str, config: Mapping[str, Any]) -> TargetFacts:
     return TargetFacts(
         path=path, model_type=str(flat.get("model_type", "")), config=flat, **{key: flat[key] for key in sizes}
     )
+
+
+def absolute_target(target: str, base_dir: Path) -> str:
+    """A local target as an absolute path (a pasted command must work from any folder); a Hub id as it is."""
+    folder = (base_dir / Path(target).expanduser()).absolute()
+    return str(folder) if folder.is_dir() else target

@@ -13,6 +13,7 @@ from typing import Any, Mapping
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 logger = logging.getLogger("nemo_automodel.train")
 METRICS_FILE = "metrics.jsonl"
@@ -54,10 +55,12 @@ class RunReport:
         self.total = total
         if self.console.is_terminal:
             columns = (
-                TextColumn("training"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(),
-                TextColumn("{task.fields[shown]}"),
-            )  # fmt: skip
-            self._bar = Progress(*columns, console=self.console)
+                BarColumn(bar_width=8),
+                MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=len(f"{total}/{total}"))),
+                TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
+                TextColumn("{task.fields[shown]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+            )
+            self._bar = Progress(*columns, console=self.console, expand=True)
             self._task = self._bar.add_task("training", total=total, completed=done, shown="")
             self._bar.start()
 
@@ -70,12 +73,12 @@ class RunReport:
         """Log the averages since the last call: one JSON line, one line or the bar's text."""
         self.last = dict(metrics)
         self._write(metrics)
-        shown = describe(metrics) + f"  {metrics['tokens_per_s']:,.0f} tok/s  {metrics['memory_gb']:.2f} GB"
-        logger.info("step %d/%d  %s", metrics["step"], self.total, shown)
+        speed = f"{metrics['tokens_per_s']:,.0f} tok/s  {metrics['memory_gb']:.2f} GB"
+        text = f"step {metrics['step']}/{self.total}  epoch {metrics['epoch']}  {describe(metrics)}  {speed}"
+        logger.info(text)
         if self._bar is not None:
-            self._bar.update(self._task, shown=shown)
+            self._bar.update(self._task, shown=f"{describe_short(metrics)} {speed}")
         else:
-            text = f"step {metrics['step']}/{self.total}  epoch {metrics['epoch']}  {shown}"
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def validation(self, metrics: Mapping[str, Any]) -> None:
@@ -86,6 +89,12 @@ class RunReport:
     def _write(self, metrics: Mapping[str, Any]) -> None:
         self._metrics.write(json.dumps(metrics, allow_nan=False) + "\n")
         self._metrics.flush()
+
+
+def describe_short(metrics: Mapping[str, Any]) -> str:
+    """The same within the 80 columns of a terminal."""
+    accuracy = " ".join(f"{value:.2f}".lstrip("0") for value in metrics["accuracy_per_depth"])
+    return f"loss {metrics['loss']:.2f} acc {accuracy} len {metrics['acceptance_length']:.2f}"
 
 
 def describe(metrics: Mapping[str, Any]) -> str:

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""print_only for a draft that is not trained yet: the line that would train, export and serve it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from nemo_automodel.components.speculative.serve.command import build_command, command_warnings
+from nemo_automodel.components.speculative.serve.export_plan import EXPORT_DIR
+from nemo_automodel.components.speculative.serve.pipeline import export_line
+from nemo_automodel.components.speculative.serve.record import JobRecord
+from nemo_automodel.components.speculative.serve.report import Report
+from nemo_automodel.components.speculative.serve.target_facts import absolute_target, read_target_or_none
+from nemo_automodel.components.speculative.serve.types import Fixups, ServeSpec
+from nemo_automodel.components.speculative.serve.vllm_release import resolve_release
+
+
+def print_forecast(spec: ServeSpec, train_line: str, num_depths: int, *, base_dir: Path, run_dir: Path) -> int:
+    """Print one shell line: train into `run_dir`, export its LATEST checkpoint, serve the export. Starts nothing.
+
+    `num_depths` is the K that the draft will be trained for.
+
+    Raises:
+        UserError: an unknown vLLM release, or a flag that cannot be passed.
+    """
+    record, report = JobRecord(run_dir, str(run_dir)), Report()
+    record.stage = "command"
+    found = resolve_release(spec)
+    record.vllm(found.installed, found.release.version)
+    _, unread = read_target_or_none(spec.target, base_dir)
+    for line in (*found.warnings, *([unread] if unread else []), *command_warnings(spec, os.environ)):
+        report.warn(line)
+    model = run_dir / "checkpoints" / "LATEST" / "model"
+    if spec.export_dir is not None:
+        report.warn("the names of folders under serve.export_dir depend on the checkpoint: shown beside its weights")
+    k = spec.num_speculative_tokens or num_depths
+    planned = Fixups({}, (), {}, (), (), parallel_drafting=True, num_speculative_tokens=k)
+    served = replace(spec, target=absolute_target(spec.target, base_dir), export_dir=None)
+    command = build_command(model / EXPORT_DIR, planned, served, found.release, spec.python, spec.port, os.environ)
+    record.command(command)
+    record.save("printed")
+    report.say("would train, then export the last checkpoint, then start the server:")
+    print(" && ".join([train_line, export_line(served, str(model)), command.shell()]), flush=True)
+    return 0
