@@ -35,19 +35,28 @@ def _spec(peers: Path, export_dir: Path) -> ServeSpec:
     )
 
 
-def test_the_peers_draft_reaches_its_known_acceptance(peers: Path, tmp_path: Path) -> None:
-    """../shared/peers/README.md: 3.297 by its own launcher (.820 .669 .474 .333)."""
+# ../shared/peers/README.md: what a correct launch reaches. The tools' own launchers serve the second at 1.00 and, given
+# the third, at 1.91.
+@pytest.mark.parametrize(
+    ("draft", "known"), [("nemo_peagle", 3.297), ("nemo_eagle3", 2.797), ("speculators_peagle", 3.510)]
+)
+def test_a_peers_draft_reaches_its_known_acceptance(draft: str, known: float, peers: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    spec = replace(_spec(peers, tmp_path / "export"), benchmark_mode=True)
+    spec = replace(
+        _spec(peers, tmp_path / "export"),
+        checkpoint=str(peers / draft),
+        num_speculative_tokens=4,
+        benchmark_mode=True,
+    )
     assert run_serve(spec, base_dir=tmp_path, out_dir=out) == 0
     result = json.loads((out / "result.json").read_text())
     bench = result["benchmark"]
     assert KEYS <= set(result) and result["status"] == "ok"
-    assert 3.1 <= bench["acceptance_length"] <= 3.5
+    assert bench["acceptance_length"] == pytest.approx(known, abs=0.05)
     per_position = bench["acceptance_per_position"]
     assert len(per_position) == bench["k"] == 4 and per_position == sorted(per_position, reverse=True)
     assert bench["acceptance_length"] == pytest.approx(1 + sum(per_position))
-    assert 2.9 <= bench["useful_tokens_per_step"] < bench["acceptance_length"]
+    assert 1.5 < bench["useful_tokens_per_step"] < bench["acceptance_length"]
     assert bench["prompts"] == 50 and bench["tokens_per_s"] > 0
     assert not session_members(result["server"]["pid"])
 
