@@ -93,3 +93,10 @@ def test_a_draft_that_the_reference_cannot_run_is_named_not_failed(parallel: boo
 def test_auto_is_predicted_in_bfloat16() -> None:
     assert reference_dtype("auto") == "bfloat16"  # vLLM casts float32 weights down unless told --dtype float32
     assert reference_dtype("float32") == "float32"
+
+
+def test_steps_without_a_proposal_count_for_a_lookup_drafter() -> None:
+    """100 tokens of 2 prompts, 8 of them accepted in 5 proposals: 90 steps for 98 tokens, whatever vLLM's own 2.6 says."""
+    counters = SpecDecodeCounters(5, 20, 8, (4, 2, 1, 1))
+    assert counters.acceptance_length == pytest.approx(2.6)
+    assert counters.tokens_per_step_overall(100, 2) == pytest.approx(98 / 90)

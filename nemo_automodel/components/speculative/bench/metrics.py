@@ -53,6 +53,15 @@ class SpecDecodeCounters:
         """Tokens really returned per verification step; each prompt's first token comes from the prefill."""
         return (output_tokens - num_prompts) / self.num_drafts if self.num_drafts else 1.0
 
+    def tokens_per_step_overall(self, output_tokens: int, num_prompts: int) -> float:
+        """The same over all steps, for a drafter that does not propose in each: vLLM counts only those that do.
+
+        A step returns one token and what it accepted, so steps = tokens after the prefill's - accepted.
+        """
+        later = output_tokens - num_prompts
+        steps = later - self.num_accepted_tokens
+        return later / steps if steps > 0 else 1.0
+
 
 def parse_counters(text: str, model_name: str) -> SpecDecodeCounters | None:
     """Read the counters of one model out of a /metrics page; None when the page holds none of it.

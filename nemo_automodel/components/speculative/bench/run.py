@@ -68,7 +68,8 @@ class BenchmarkResult:
     output_tokens: int
     k: int
     text_equal: int | None  # prompts whose text equals the baseline's
-    ngram_acceptance_length: float | None
+    ngram_acceptance_length: float | None  # over the steps in which it proposed anything, as vLLM counts
+    ngram_tokens_per_step: float | None  # over all steps: compare this with useful_tokens_per_step
     ngram_tokens_per_s: float | None
     predicted: Prediction | None
 
@@ -226,6 +227,13 @@ def _result(
         k=job.fixups.num_speculative_tokens,
         text_equal=same,
         ngram_acceptance_length=ngram.counters.acceptance_length if ngram and ngram.counters else None,
+        ngram_tokens_per_step=_ngram_tokens_per_step(ngram),
         ngram_tokens_per_s=ngram.work.tokens_per_s if ngram else None,
         predicted=None,
     )
+
+
+def _ngram_tokens_per_step(ngram: _Measured | None) -> float | None:
+    if ngram is None or ngram.counters is None:
+        return None
+    return ngram.counters.tokens_per_step_overall(ngram.work.output_tokens, len(ngram.work.answers))

@@ -67,39 +67,41 @@ def _benchmark_table(result: BenchmarkResult) -> Table:
     table.add_column("")
     table.add_column("acceptance\nlength", justify="right")
     table.add_column("per position")
+    table.add_column("tokens\nper step", justify="right")
     table.add_column("tokens/s", justify="right")
     table.add_column("speedup", justify="right")
-    base = result.baseline_tokens_per_s
-    table.add_row(
-        "with the draft",
-        *_cells(result.acceptance_length, result.acceptance_per_position, result.tokens_per_s, base),
-        style="bold",
-    )
-    if result.predicted:
-        p = result.predicted
-        table.add_row(f"predicted, {p.dtype}", *_cells(p.acceptance_length, p.acceptance_per_position, None, None))
+    base, p = result.baseline_tokens_per_s, result.predicted
+    length, shares = _number(result.acceptance_length), _shares(result.acceptance_per_position)
+    rate = _rate(result.tokens_per_s, base)
+    table.add_row("with the draft", length, shares, _number(result.useful_tokens_per_step), *rate, style="bold")
+    if p:
+        length, shares = _number(p.acceptance_length), _shares(p.acceptance_per_position)
+        table.add_row(f"predicted, {p.dtype}", length, shares, "", "", "")
     if result.ngram_tokens_per_s:
-        table.add_row("n-gram lookup", *_cells(result.ngram_acceptance_length, (), result.ngram_tokens_per_s, base))
+        steps, rate = _number(result.ngram_tokens_per_step), _rate(result.ngram_tokens_per_s, base)
+        table.add_row("n-gram lookup", "", "", steps, *rate)
     if base:
-        table.add_row("no speculation", *_cells(None, (), base, base))
+        table.add_row("no speculation", "", "", _number(1.0), *_rate(base, base))
     return table
 
 
-def _cells(
-    length: float | None, per_position: tuple[float, ...], rate: float | None, base: float | None
-) -> tuple[str, ...]:
-    return (
-        f"{length:.3f}" if length is not None else "-",
-        " ".join(f"{share:.3f}".removeprefix("0") for share in per_position) or "-",
-        f"{rate:.1f}" if rate else "-",
-        f"{rate / base:.2f}x" if rate and base else "-",
-    )
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _shares(per_position: tuple[float, ...]) -> str:
+    return " ".join(f"{share:.3f}".removeprefix("0") for share in per_position)
+
+
+def _rate(rate: float, base: float | None) -> tuple[str, str]:
+    """tokens/s, and how many times the baseline's."""
+    return f"{rate:.1f}", f"{rate / base:.2f}x" if base else ""
 
 
 def _notes(result: BenchmarkResult) -> list[str]:
     notes = [
-        f"acceptance length = 1 + accepted / drafts, as vLLM counts; tokens really returned per step: "
-        f"{result.useful_tokens_per_step:.3f}"
+        "acceptance length = 1 + accepted / drafts, as vLLM counts it; tokens per step = those really returned "
+        "(accepted tokens past an answer's end are not)"
     ]
     if result.text_equal is not None:
         notes.append(f"text equal with and without speculation: {result.text_equal} of {result.prompts} prompts")
