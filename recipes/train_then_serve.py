@@ -13,7 +13,13 @@ import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import hydra
+try:
+    import hydra
+
+    import nemo_automodel  # noqa: F401
+except ModuleNotFoundError as missing:
+    sys.exit(f"error: no {missing.name} here [{sys.executable}] -> make setup, then use .venv/bin/python")
+
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -24,7 +30,7 @@ from nemo_automodel.components.speculative.serve.preflight import preflight
 from nemo_automodel.components.speculative.sweep import SweepCallback, prepare_arguments, quote_value
 from nemo_automodel.components.speculative.train.job import build_train_job
 from nemo_automodel.components.speculative.train.workers import run_training
-from nemo_automodel.config.parse import build_serve_spec, parse_config
+from nemo_automodel.config.parse import build_serve_spec, parse_config, with_absolute_paths
 from nemo_automodel.config.schema import AppConfig
 from nemo_automodel.config.store import register
 from nemo_automodel.errors import ConfigError, Interrupted, UserError
@@ -98,7 +104,7 @@ def _checkpoint_to_serve(app: AppConfig, place: Place) -> str:
 def guarded(config: DictConfig, place: Place) -> int:
     """Run one job; a user's mistake is one line. In a sweep no failure may end the other jobs."""
     try:
-        return run_job(parse_config(config), place)
+        return run_job(with_absolute_paths(parse_config(config), place.base_dir), place)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         record_failure(place.run_dir, error)

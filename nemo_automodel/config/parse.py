@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Callable
 
@@ -91,6 +91,25 @@ def _check_values(app: AppConfig) -> None:
         value = read(app)
         if not fine(value):
             raise ConfigError(f"{value} is out of range", where=key, remedy=f"give {wanted}")
+
+
+def with_absolute_paths(app: AppConfig, base_dir: Path) -> AppConfig:
+    """Local paths counted from `base_dir`, whatever the working directory becomes (`hydra.job.chdir=true`).
+
+    What is not there stays as it is: a Hub id, or a mistake that its reader names.
+    """
+
+    def absolute(value: str | None) -> str | None:
+        place = None if value is None else base_dir / Path(value).expanduser()
+        return str(place) if place is not None and place.exists() else value
+
+    return replace(
+        app,
+        target=replace(app.target, path=absolute(app.target.path)),
+        data=replace(app.data, train=absolute(app.data.train), validation=absolute(app.data.validation)),
+        train=replace(app.train, resume=absolute(app.train.resume) if app.train.resume != "LATEST" else "LATEST"),
+        serve=replace(app.serve, target=absolute(app.serve.target), python=absolute(app.serve.python)),
+    )
 
 
 def build_serve_spec(app: AppConfig, *, checkpoint: str, base_dir: Path) -> ServeSpec:

@@ -13,7 +13,7 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_automodel.config.parse import build_serve_spec, parse_config
+from nemo_automodel.config.parse import build_serve_spec, parse_config, with_absolute_paths
 from nemo_automodel.config.schema import AppConfig
 from nemo_automodel.config.store import REPO_ROOT, register
 from nemo_automodel.errors import ConfigError
@@ -132,6 +132,13 @@ def test_extra_args_and_env_stay_open() -> None:
     app = load("quickstart", ["+serve.extra_args.max_num_batched_tokens=512", "+serve.env.VLLM_LOGGING_LEVEL=ERROR"])
     assert app.serve.extra_args["max_num_batched_tokens"] == 512
     assert app.serve.env["VLLM_LOGGING_LEVEL"] == "ERROR"
+
+
+def test_paths_count_from_where_the_user_stands(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    app = with_absolute_paths(load("quickstart", ["data.train=rows.jsonl", "target.path=org/model"]), tmp_path)
+    assert app.data.train == str(tmp_path / "rows.jsonl")
+    assert app.target.path == "org/model", "not there: a Hub id"
 
 
 def test_the_defaults_of_the_yaml_are_plain_python() -> None:

@@ -235,7 +235,7 @@ def clean(ledger: Ledger, names: Names) -> None:
     for key in nulls:
         del ledger.config[key]
     if nulls:
-        ledger.changes.append(Fixup(", ".join(nulls), None, "absent", "readers take a null for a value"))
+        ledger.changes.append(Fixup(", ".join(nulls), "null", None, "readers take a null for a value"))
 
 
 def _fix_layer_types(ledger: Ledger) -> None:
