@@ -469,3 +469,10 @@ def test_speculators_defaults_are_written_out(plan: Planner) -> None:
         assert not any(key.startswith("speculators") for key in fixups.config)
     with pytest.raises(FixupError, match="dflash"):
         plan(config | {"speculators_model_type": "dflash"}, draft_tensors(prefix=""))
+
+
+def test_the_depth_of_a_nemo_eagle3_draft_comes_from_its_recipe_file(peers: Path) -> None:
+    resolved = resolve(str(peers / "nemo_eagle3"), Path.cwd())
+    assert resolved.recipe_depth == 4
+    plan = plan_fixups(resolved, release_for("0.32"), None, ServeSpec(checkpoint="x", target="y"))
+    assert (plan.parallel_drafting, plan.num_speculative_tokens) == (False, 4)

@@ -40,7 +40,7 @@ def plan_fixups(resolved: Resolved, release: VllmRelease, target: TargetFacts | 
     config.clean(ledger, names)
     serving.check_target(ledger, names, target, release)
     serving.check_parallel_sizes(ledger, target, spec)
-    depth = serving.choose_depth(ledger, parallel, spec)
+    depth = serving.choose_depth(ledger, parallel, spec, resolved.recipe_depth)
     serving.check_release(ledger, parallel, depth, release, spec)
     serving.check_method(ledger, parallel, spec)
     ledger.raise_problems(str(resolved.model_dir))

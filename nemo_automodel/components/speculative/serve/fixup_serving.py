@@ -40,9 +40,11 @@ def check_target(ledger: Ledger, names: Names, target: TargetFacts | None, relea
         ledger.problem(found, where="serve.vllm.version", remedy="use vLLM >= 0.22", needs_newer_vllm=True)
 
 
-def choose_depth(ledger: Ledger, parallel: bool, spec: ServeSpec) -> int:
-    """K: what was asked for, else the trained depth, else 3 with a warning."""
+def choose_depth(ledger: Ledger, parallel: bool, spec: ServeSpec, recipe_depth: int | None) -> int:
+    """K: what was asked for, else the trained depth (config.json, then the recipe's file), else 3 with a warning."""
     trained = next((v for k in _DEPTH_KEYS[parallel] if type(v := ledger.config.get(k)) is int and v > 0), None)
+    if trained is None and not parallel:
+        trained = recipe_depth
     asked = spec.num_speculative_tokens
     if asked is not None and asked < 1:
         found = f"num_speculative_tokens is {asked}"

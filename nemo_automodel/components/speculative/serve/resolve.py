@@ -172,8 +172,31 @@ def read_draft(model_dir: Path) -> Resolved:
     shards = weight_files(model_dir)
     tensors = read_tensors(model_dir, shards)
     return Resolved(
-        model_dir=model_dir, layout=detect_layout(config, tensors), config=config, tensors=tensors, shards=tuple(shards)
+        model_dir=model_dir,
+        layout=detect_layout(config, tensors),
+        config=config,
+        tensors=tensors,
+        shards=tuple(shards),
+        recipe_depth=_recipe_depth(model_dir),
     )
+
+
+def _recipe_depth(model_dir: Path) -> int | None:
+    """`recipe_args.ttt_steps` of the `config.yaml` that NeMo Automodel leaves in the epoch's folder."""
+    for folder in (model_dir.parent, model_dir.parent.parent):
+        recipe = folder / "config.yaml"
+        if not (folder.name.startswith("epoch_") and recipe.is_file()):
+            continue
+        import yaml  # most drafts have no such file
+
+        try:
+            content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            return None  # a note for people; the draft does not depend on it
+        arguments = content.get("recipe_args") if isinstance(content, dict) else None
+        steps = arguments.get("ttt_steps") if isinstance(arguments, dict) else None
+        return steps if type(steps) is int and steps > 0 else None
+    return None
 
 
 def detect_layout(config: Mapping[str, Any], tensors: tuple[ShardTensor, ...]) -> Layout:
