@@ -48,33 +48,42 @@ class Place:
 
 def run_job(app: AppConfig, place: Place) -> int:
     """Preflight, train, serve; returns the exit code. Training has ended, and freed the GPU, before serving begins."""
-    if not (app.train.enabled or app.serve.enabled):
-        raise ConfigError(
-            "nothing to do", where="train.enabled=false serve.enabled=false", remedy="add serve.enabled=true"
-        )
+    _refuse_nothing_to_do(app)
     checkpoint = _checkpoint_to_serve(app, place)
     spec = build_serve_spec(app, checkpoint=checkpoint, base_dir=place.base_dir)
+    if app.serve.enabled:
+        refuse_foreground_sweep(spec, place.multirun)
     untrained = app.train.enabled and checkpoint == str(place.run_dir)
+    if app.serve.enabled and untrained:
+        preflight(spec, app.draft, app.train, base_dir=place.base_dir)
     if spec.print_only and untrained:
-        preflight(spec, app.draft, base_dir=place.base_dir)
-        return print_forecast(
-            spec, _train_line(place), app.draft.num_depths, base_dir=place.base_dir, run_dir=place.run_dir
-        )
+        line = _train_line(place)
+        return print_forecast(spec, line, app.draft.num_depths, base_dir=place.base_dir, run_dir=place.run_dir)
     if app.train.enabled and not spec.print_only:
-        if app.serve.enabled:
-            preflight(spec, app.draft, base_dir=place.base_dir)
         result = run_training(build_train_job(app, place.run_dir))
+        record_training(place.run_dir, result.checkpoint, status="ok", reason=None)
         spec = replace(spec, checkpoint=str(result.checkpoint))
     if not app.serve.enabled:
         return 0
     return run_serve(spec, base_dir=place.base_dir, out_dir=place.run_dir, multirun=place.multirun)
 
 
+def _refuse_nothing_to_do(app: AppConfig) -> None:
+    if app.serve.enabled or (app.train.enabled and not app.serve.print_only):
+        return
+    where = "serve.print_only=true serve.enabled=false" if app.serve.print_only else "train.enabled=false"
+    raise ConfigError("nothing to do", where=where, remedy="add serve.enabled=true")
+
+
 def _train_line(place: Place) -> str:
-    """The shell command that trains, and only trains, into this run dir."""
-    given = [text for text in HydraConfig.get().overrides.task if not text.startswith("serve.")]
-    argv = [sys.executable, str(Path(__file__).resolve()), "-cn", place.recipe, *given]
-    return shlex.join([*argv, "serve.enabled=false", f"hydra.run.dir={quote_value(str(place.run_dir))}"])
+    """The shell command that trains, and only trains, into this run dir; it works from any folder."""
+    hydra_config = HydraConfig.get()
+    given = [text for text in hydra_config.overrides.task if not text.startswith("serve.")]
+    own = [source.path for source in hydra_config.runtime.config_sources if source.provider == "command-line"]
+    flags = ["-cn", place.recipe, *(word for path in own for word in ("--config-dir", path))]
+    run_dir = f"hydra.run.dir={quote_value(str(place.run_dir))}"
+    words = [sys.executable, str(Path(__file__).resolve()), *flags, *given, "serve.enabled=false", run_dir]
+    return f"cd {shlex.quote(str(place.base_dir))} && {shlex.join(words)}"
 
 
 def _checkpoint_to_serve(app: AppConfig, place: Place) -> str:
@@ -107,7 +116,11 @@ def guarded(config: DictConfig, place: Place) -> int:
         return run_job(with_absolute_paths(parse_config(config), place.base_dir), place)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        record_failure(place.run_dir, error)
+        saved = last_checkpoint(place.run_dir)
+        if isinstance(error, Interrupted) and saved:
+            record_training(place.run_dir, saved, status="failed", reason=str(error))
+        else:
+            record_failure(place.run_dir, error)
         if place.multirun and isinstance(error, Interrupted):
             raise KeyboardInterrupt from error
         return error.exit_code
@@ -138,6 +151,7 @@ def command_line() -> int:
     """Compose and run; after a multirun, the leaderboard decides the exit code."""
     register()
     try:
+        refuse_secret_overrides(sys.argv[1:])  # Hydra writes the command line into .hydra/ before anybody looks
         sys.argv[1:] = prepare_arguments(sys.argv[1:], Path.cwd())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

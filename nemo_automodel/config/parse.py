@@ -55,11 +55,17 @@ def _refuse_unknown(plain: Any, schema: type, prefix: str) -> None:
 _RULES: list[tuple[str, Callable[[AppConfig], Any], Callable[[Any], bool], str]] = [
     ("train.num_epochs", lambda a: a.train.num_epochs, lambda v: v >= 1, "1 or more"),
     ("train.max_steps", lambda a: a.train.max_steps, lambda v: v is None or v >= 1, "1 or more, or null"),
+    ("train.seed", lambda a: a.train.seed, lambda v: v >= 0, "0 or more"),
     ("train.seq_length", lambda a: a.train.seq_length, lambda v: v >= 8, "8 tokens or more"),
     ("train.micro_batch_size", lambda a: a.train.micro_batch_size, lambda v: v >= 1, "1 or more"),
     ("train.grad_accumulation_steps", lambda a: a.train.grad_accumulation_steps, lambda v: v >= 1, "1 or more"),
     ("train.lr", lambda a: a.train.lr, lambda v: v > 0, "a positive number"),
-    ("train.betas", lambda a: a.train.betas, lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)"),
+    (
+        "train.betas",
+        lambda a: a.train.betas,
+        lambda v: len(v) == 2 and all(0 <= b < 1 for b in v),
+        "two numbers in [0, 1)",
+    ),
     ("train.weight_decay", lambda a: a.train.weight_decay, lambda v: v >= 0, "0 or more"),
     ("train.warmup_ratio", lambda a: a.train.warmup_ratio, lambda v: 0 <= v < 1, "in [0, 1)"),
     ("train.min_lr_ratio", lambda a: a.train.min_lr_ratio, lambda v: 0 <= v <= 1, "in [0, 1]"),
@@ -69,7 +75,12 @@ _RULES: list[tuple[str, Callable[[AppConfig], Any], Callable[[Any], bool], str]]
     ("train.save_every_steps", lambda a: a.train.save_every_steps, lambda v: v is None or v >= 1, "1 or more, or null"),
     ("data.max_rows", lambda a: a.data.max_rows, lambda v: v is None or v >= 1, "1 or more, or null"),
     ("data.max_validation_rows", lambda a: a.data.max_validation_rows, lambda v: v >= 1, "1 or more"),
-    ("data.column", lambda a: a.data.column, lambda v: v in (None, "messages", "conversations"), "messages, conversations or null"),
+    (
+        "data.column",
+        lambda a: a.data.column,
+        lambda v: v in (None, "messages", "conversations"),
+        "messages, conversations or null",
+    ),
     ("draft.num_layers", lambda a: a.draft.num_layers, lambda v: v >= 1, "1 or more"),
     ("draft.num_depths", lambda a: a.draft.num_depths, lambda v: v >= 1, "1 or more"),
     ("draft.down_sample_ratio", lambda a: a.draft.down_sample_ratio, lambda v: 0 < v <= 1, "in (0, 1]"),
@@ -79,7 +90,12 @@ _RULES: list[tuple[str, Callable[[AppConfig], Any], Callable[[Any], bool], str]]
     ("serve.tensor_parallel_size", lambda a: a.serve.tensor_parallel_size, lambda v: v >= 1, "1 or more"),
     ("serve.gpu_memory_utilization", lambda a: a.serve.gpu_memory_utilization, lambda v: 0 < v <= 1, "in (0, 1]"),
     ("serve.max_model_len", lambda a: a.serve.max_model_len, lambda v: v is None or v >= 1, "1 or more, or null"),
-    ("serve.num_speculative_tokens", lambda a: a.serve.num_speculative_tokens, lambda v: v is None or v >= 1, "1 or more, or null"),
+    (
+        "serve.num_speculative_tokens",
+        lambda a: a.serve.num_speculative_tokens,
+        lambda v: v is None or v >= 1,
+        "1 or more, or null",
+    ),
     ("serve.benchmark.num_prompts", lambda a: a.serve.benchmark.num_prompts, lambda v: v >= 1, "1 or more"),
     ("serve.benchmark.max_new_tokens", lambda a: a.serve.benchmark.max_new_tokens, lambda v: v >= 1, "1 or more"),
     ("serve.benchmark.concurrency", lambda a: a.serve.benchmark.concurrency, lambda v: v >= 1, "1 or more"),
@@ -87,6 +103,8 @@ _RULES: list[tuple[str, Callable[[AppConfig], Any], Callable[[Any], bool], str]]
 
 
 def _check_values(app: AppConfig) -> None:
+    if app.train.enabled and not app.data.train:
+        raise ConfigError("no chats to train on", where="data.train", remedy="add data.train=PATH, or train.enabled=false")
     for key, read, fine, wanted in _RULES:
         value = read(app)
         if not fine(value):
@@ -100,36 +118,62 @@ def with_absolute_paths(app: AppConfig, base_dir: Path) -> AppConfig:
     """
 
     def absolute(value: str | None) -> str | None:
-        place = None if value is None else base_dir / Path(value).expanduser()
-        return str(place) if place is not None and place.exists() else value
+        if value is None:
+            return None
+        place = base_dir / Path(value).expanduser()
+        return str(place) if place.exists() else value
 
     return replace(
         app,
         target=replace(app.target, path=absolute(app.target.path)),
         data=replace(app.data, train=absolute(app.data.train), validation=absolute(app.data.validation)),
         train=replace(app.train, resume=absolute(app.train.resume) if app.train.resume != "LATEST" else "LATEST"),
-        serve=replace(app.serve, target=absolute(app.serve.target), python=absolute(app.serve.python)),
+        serve=replace(
+            app.serve,
+            target=absolute(app.serve.target),
+            python=absolute(app.serve.python),
+            benchmark=replace(app.serve.benchmark, prompts=absolute(app.serve.benchmark.prompts)),
+        ),
     )
 
 
 def build_serve_spec(app: AppConfig, *, checkpoint: str, base_dir: Path) -> ServeSpec:
-    """The serving job of this config. Relative paths of prompts and exports count from `base_dir`."""
-    serve, bench = app.serve, app.serve.benchmark
-    prompts = bench.prompts or app.data.validation
-    own = {f.name for f in fields(ServeSpec)} & {f.name for f in fields(serve)}
-    plain = {name: getattr(serve, name) for name in own - {"checkpoint", "target", "benchmark", "export_dir"}}
+    """The serving job of this config. A relative `export_dir` counts from `base_dir`."""
+    serve = app.serve
     return ServeSpec(
         checkpoint=checkpoint,
         target=serve.target or app.target.path,
+        print_only=serve.print_only,
         benchmark_mode=serve.mode is ServeMode.benchmark,
-        export_dir=_absolute(serve.export_dir, base_dir),
+        python=serve.python,
+        host=serve.host,
+        port=serve.port,
+        tensor_parallel_size=serve.tensor_parallel_size,
+        draft_tensor_parallel_size=serve.draft_tensor_parallel_size,
+        num_speculative_tokens=serve.num_speculative_tokens,
+        method=serve.method,
+        dtype=serve.dtype,
+        gpu_memory_utilization=serve.gpu_memory_utilization,
+        max_model_len=serve.max_model_len,
+        trust_remote_code=serve.trust_remote_code or app.target.trust_remote_code,
+        served_model_name=serve.served_model_name,
+        export_dir=None if serve.export_dir is None else str(base_dir / Path(serve.export_dir).expanduser()),
+        extra_args=serve.extra_args,
+        env=serve.env,
         vllm_version=serve.vllm.version,
-        benchmark=BenchmarkSpec(
-            **{f.name: getattr(bench, f.name) for f in fields(BenchmarkSpec)} | {"prompts": _absolute(prompts, base_dir)}
-        ),
-        **plain | {"trust_remote_code": serve.trust_remote_code or app.target.trust_remote_code},
+        benchmark=_benchmark_spec(app),
     )
 
 
-def _absolute(path: str | None, base_dir: Path) -> str | None:
-    return None if path is None else str(base_dir / Path(path).expanduser())
+def _benchmark_spec(app: AppConfig) -> BenchmarkSpec:
+    bench, data = app.serve.benchmark, app.data
+    return BenchmarkSpec(
+        prompts=bench.prompts or data.validation,
+        num_prompts=bench.num_prompts,
+        max_new_tokens=bench.max_new_tokens,
+        concurrency=bench.concurrency,
+        baseline=bench.baseline,
+        ngram=bench.ngram,
+        parity=bench.parity,
+        min_acceptance_length=bench.min_acceptance_length,
+    )

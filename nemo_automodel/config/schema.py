@@ -47,7 +47,7 @@ class TargetConfig:
 class DataConfig:
     """Chat rows, best answered by the target itself."""
 
-    train: str = MISSING  # .jsonl, .parquet, a `datasets` folder on disk, or a Hub id
+    train: Optional[str] = None  # .jsonl, .parquet, a `datasets` folder on disk, or a Hub id; needed to train
     validation: Optional[str] = None  # the same, held out of training
     split: str = "train"  # split of a Hub data set
     column: Optional[str] = None  # `messages` or `conversations`; null: whichever is there

@@ -108,13 +108,15 @@ def test_what_hydra_lets_pass_is_refused_at_the_border(override: str, where: str
     assert caught.value.where == where and hint in caught.value.remedy
 
 
-def test_a_missing_value_is_named() -> None:
+def test_chats_are_needed_to_train_and_only_to_train() -> None:
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("llama_peagle")
+        training = compose("llama_peagle")
+        serving = compose("llama_peagle", overrides=["train.enabled=false", "serve.enabled=true"])
     with pytest.raises(ConfigError) as caught:
-        parse_config(config)
+        parse_config(training)
     assert caught.value.where == "data.train"
+    assert parse_config(serving).data.train is None
 
 
 def test_a_typo_in_a_group_file_is_refused(tmp_path: Path) -> None:

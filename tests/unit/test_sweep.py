@@ -46,3 +46,12 @@ def test_a_folder_named_like_a_number_stays_a_name(name: str) -> None:
     (argument,) = prepare_arguments([f"serve.checkpoint=run,{name}"], Path("."))
     override = OverridesParser.create().parse_override(argument)
     assert [getattr(v, "text", v) for v in override.sweep_iterator()] == ["run", name]
+
+
+@pytest.mark.parametrize("argument", ["serve.checkpoint='/x/x 1,2,3/d'", 'serve.checkpoint="1",b', "serve.port=1e5"])
+def test_what_is_quoted_or_no_path_is_left_alone(argument: str) -> None:
+    assert prepare_arguments([argument], Path(".")) == [argument]
+
+
+def test_a_release_keeps_its_zero() -> None:
+    assert prepare_arguments(["serve.vllm.version=0.30"], Path(".")) == ["serve.vllm.version='0.30'"]

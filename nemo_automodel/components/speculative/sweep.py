@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command line needs besides Hydra: globs over checkpoints, paths that stay text, and the end of a sweep."""
+"""What the command line needs besides Hydra: globs over checkpoints, paths that stay text, the end of a sweep."""
 
 from __future__ import annotations
 
@@ -18,16 +18,29 @@ from nemo_automodel.errors import ConfigError
 _GLOB = re.compile(r"^(serve\.checkpoint)=glob\((.*)\)$", re.DOTALL)
 
 
-# Keys that hold a path or a name. Hydra's grammar would make the number 100000.0 of a folder called 1e5.
-_TEXT_KEYS = ("serve.checkpoint", "serve.target", "serve.python", "serve.export_dir", "target.path", "train.resume")
+# Keys that hold a path or a name. Hydra's grammar would make the number 100000.0 of a folder called 1e5, and 0.3 of the
+# vLLM release 0.30.
+_TEXT_KEYS = (
+    "data.train",
+    "data.validation",
+    "serve.benchmark.prompts",
+    "serve.checkpoint",
+    "serve.export_dir",
+    "serve.python",
+    "serve.served_model_name",
+    "serve.target",
+    "serve.vllm.version",
+    "target.path",
+    "train.resume",
+)
 _LOOKS_TYPED = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?|inf|nan|true|false|yes|no|on|off", re.IGNORECASE)
 
 
 def prepare_arguments(arguments: list[str], base_dir: Path) -> list[str]:
     """The command line as Hydra should see it: globs expanded, path values kept text.
 
-    `serve.checkpoint=glob(PATTERN)` becomes the sorted list of matching folders. Hydra's own `glob()` looks among the options of a config group, never among files: on a plain value it gives
-    0 jobs and exit code 0. LATEST and BEST only point at folders of the same list, so they are left out.
+    `serve.checkpoint=glob(PATTERN)` becomes the sorted list of matching folders. Hydra's own `glob()` looks among the
+    options of a config group, never among files: on a plain value it gives 0 jobs and exit code 0. LATEST and BEST only point at folders of the same list, so they are left out.
 
     Raises:
         ConfigError: nothing matches.
@@ -37,7 +50,7 @@ def prepare_arguments(arguments: list[str], base_dir: Path) -> list[str]:
 
 def _keep_text(argument: str) -> str:
     key, equals, value = argument.partition("=")
-    if not equals or key not in _TEXT_KEYS:
+    if not equals or key not in _TEXT_KEYS or "'" in value or '"' in value:  # what is quoted is text already
         return argument
     items = value.split(",")
     return f"{key}=" + ",".join(f"'{item}'" if _LOOKS_TYPED.fullmatch(item) else item for item in items)
