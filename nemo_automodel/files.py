@@ -6,11 +6,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import struct
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format's own reader
 
 
@@ -124,6 +126,17 @@ def read_json(path: Path) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: a JSON object is wanted, found {type(value).__name__}")
     return value
+
+
+def is_path_like(value: str, base_dir: Path | None = None) -> bool:
+    """True when `value` can only be meant as a path, so that a mistyped path is never looked up on the Hub.
+
+    A Hub id is `owner/name`. Where the first part is there under `base_dir` (None: the working directory), it is a
+    folder of the user and not an organisation.
+    """
+    if _HUB_ID.fullmatch(value) is None or "--" in value or ".." in value:
+        return True
+    return ((base_dir or Path()) / value.split("/")[0]).exists()
 
 
 def fsync_dir(path: Path) -> None:

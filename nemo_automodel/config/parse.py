@@ -74,6 +74,8 @@ _RULES: list[tuple[str, Callable[[AppConfig], Any], Callable[[Any], bool], str]]
     ("train.log_every_steps", lambda a: a.train.log_every_steps, lambda v: v >= 1, "1 or more"),
     ("train.save_every_steps", lambda a: a.train.save_every_steps, lambda v: v is None or v >= 1, "1 or more, or null"),
     ("data.max_rows", lambda a: a.data.max_rows, lambda v: v is None or v >= 1, "1 or more, or null"),
+    ("data.max_bad_row_share", lambda a: a.data.max_bad_row_share, lambda v: 0 <= v <= 1, "in [0, 1]"),
+    ("train.keep_trainer_states", lambda a: a.train.keep_trainer_states, lambda v: v >= 1, "1 or more"),
     ("data.max_validation_rows", lambda a: a.data.max_validation_rows, lambda v: v >= 1, "1 or more"),
     (
         "data.column",
@@ -176,4 +178,7 @@ def _benchmark_spec(app: AppConfig) -> BenchmarkSpec:
         ngram=bench.ngram,
         parity=bench.parity,
         min_acceptance_length=bench.min_acceptance_length,
+        column=data.column,
+        split=data.validation_split or data.split,
+        chat_template_kwargs=data.chat_template_kwargs,
     )

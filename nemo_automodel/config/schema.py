@@ -50,9 +50,11 @@ class DataConfig:
     train: Optional[str] = None  # .jsonl, .parquet, a `datasets` folder on disk, or a Hub id; needed to train
     validation: Optional[str] = None  # the same, held out of training
     split: str = "train"  # split of a Hub data set
+    validation_split: Optional[str] = None  # split of the validation rows; null: as `split`
     column: Optional[str] = None  # `messages` or `conversations`; null: whichever is there
     max_rows: Optional[int] = None
     max_validation_rows: int = 64
+    max_bad_row_share: float = 0.01  # bad rows are dropped and named; more of them than this end the run; 0: any does
     mask_reasoning_content: bool = False  # true: thinking between <think> tags is not trained on
     chat_template_kwargs: Dict[str, Any] = field(default_factory=dict)  # e.g. {enable_thinking: false}
 
@@ -94,6 +96,7 @@ class TrainConfig:
     resume: Optional[str] = None  # LATEST, or the path of a run or of one checkpoint
     log_every_steps: int = 10
     save_every_steps: Optional[int] = None  # besides the end of each epoch
+    keep_trainer_states: int = 2  # the newest so many checkpoints can be resumed; older ones keep their weights only
 
 
 @dataclass

@@ -53,6 +53,9 @@ def test_training_leaves_what_the_contract_names(trained: Path) -> None:
     assert (config["num_hidden_layers"], config["num_depths"], config["mask_token_id"]) == (2, 4, 3)
     assert (latest / "model" / "model.safetensors").is_file() and (latest / "trainer").is_dir()
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    result = json.loads((run_dir / "result.json").read_text())
+    assert (result["status"], result["stage"], result["reason"]) == ("ok", "train", None)
+    assert Path(result["checkpoint"]).resolve() == latest.resolve()
     assert all(isinstance(line, dict) for line in steps) and len(steps) >= 3
 
 
@@ -70,7 +73,8 @@ def test_print_only_finds_the_newest_run_and_prints_one_line_that_a_shell_reads(
 
 def test_print_only_before_training_shows_the_whole_road_and_trains_nothing(tmp_path: Path) -> None:
     done = run(tmp_path, "serve.enabled=true", "serve.print_only=true", "train.num_epochs=2")
-    train, export, serve = done.stdout.strip().split(" && ")
+    there, train, export, serve = done.stdout.strip().split(" && ")
+    assert shlex.split(there) == ["cd", str(tmp_path)]
     assert {"train.num_epochs=2", "serve.enabled=false"} <= set(shlex.split(train))
     assert shlex.split(export)[-1] == "--export-only" and "--speculative-config" in shlex.split(serve)
     assert not list(tmp_path.rglob("checkpoints"))
@@ -155,6 +159,8 @@ def test_without_vllm_the_exit_code_is_2_before_the_first_step(tmp_path: Path) -
         ([*PRINT, "serve.checkpoint=LATEST"], "no finished run"),
         (["data.train=./no.jsonl"], "no.jsonl"),
         (["-m", "train.enabled=false", "serve.enabled=true", "serve.checkpoint=a,b"], "serve.mode"),
+        (["-m", "train.seed=1,2", "serve.enabled=true", "serve/port=auto"], "serve.mode"),
+        (["serve.print_only=true", "serve.checkpoint=x"], "serve.enabled=true"),
         (["-m", *PRINT, "serve.checkpoint=glob(nothing/*)"], "nothing"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else value,
@@ -162,6 +168,13 @@ def test_without_vllm_the_exit_code_is_2_before_the_first_step(tmp_path: Path) -
 def test_a_mistake_is_named_without_a_traceback(tmp_path: Path, words: list[str], part: str) -> None:
     done = run(tmp_path, *words, code=1)
     assert part in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("checkpoints"))
+
+
+def test_a_secret_on_the_command_line_is_refused_and_written_nowhere(tmp_path: Path) -> None:
+    done = run(tmp_path, *PRINT, "serve.checkpoint=x", "+serve.env.VLLM_API_KEY=hunter2", code=1)
+    assert "VLLM_API_KEY" in done.stderr and "hunter2" not in done.stderr
+    assert not any("hunter2" in p.read_text() for p in tmp_path.rglob("*") if p.is_file())
 
 
 def test_a_sweep_over_a_broken_checkpoint_goes_on_and_says_so(trained: Path, tmp_path: Path) -> None:
@@ -196,4 +209,6 @@ def test_ctrl_c_while_training_saves_and_never_serves(tmp_path: Path) -> None:
     assert process.returncode == 130 and "Traceback" not in errors, errors[-2000:]
     assert (only(tmp_path, "outputs/*/*/checkpoints") / "LATEST" / "model" / "model.safetensors").is_file()
     assert not list(tmp_path.rglob("vllm_export"))
-    assert json.loads(only(tmp_path, "outputs/*/*/result.json").read_text())["status"] == "failed"
+    result = json.loads(only(tmp_path, "outputs/*/*/result.json").read_text())
+    assert result["status"] == "failed" and "stopped" in result["reason"]
+    assert (Path(result["checkpoint"]) / "model" / "model.safetensors").is_file()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -37,6 +38,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "FAKE_SERVER_LOG" in os.environ:
+            with open(os.environ["FAKE_SERVER_LOG"], "a") as file:
+                file.write(json.dumps(body) + "\n")
         if BEHAVIOUR == "fails_first_request":
             print(PREFIX + "RuntimeError: shape '[-1, 384]' is invalid for input of size 2816", flush=True)
             return self._reply('{"error": "EngineCore encountered an issue"}', 500)

@@ -35,6 +35,31 @@ def small_spec(**changes: object) -> DraftSpec:
     return DraftSpec(**(values | changes))
 
 
+def rope_speeds(theta: float, half: int, scaling: dict | None) -> tuple[list[float], float]:
+    """Radians per position of every pair, and the factor on cos and sin; one pair at a time, from the papers.
+
+    llama3: Llama 3.1's rule (long wavelengths divided by the factor, short ones kept, a ramp between, linear in turns
+    per original context). yarn: arXiv 2309.00071, the ramp linear in the pair's index as in its authors' code and HF's;
+    queries and keys both grow by 0.1 ln(factor) + 1.
+    """
+    plain = [theta ** (-i / half) for i in range(half)]
+    if not scaling:
+        return plain, 1.0
+    factor, context = scaling["factor"], scaling["original_max_position_embeddings"]
+    turns = [context * s / (2 * math.pi) for s in plain]  # of each pair within the original context
+    if scaling["rope_type"] == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        kept = [min(max((t - low) / (high - low), 0.0), 1.0) for t in turns]
+        return [s * k + s / factor * (1 - k) for s, k in zip(plain, kept, strict=True)], 1.0
+    assert scaling["rope_type"] == "yarn"
+    # the (broken) index of the pair that makes n turns: context * theta ** (-i / half) = 2 pi n
+    first, last = (half * math.log(context / (2 * math.pi * scaling[b]), theta) for b in ("beta_fast", "beta_slow"))
+    first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * half - 1)
+    slowed = [min(max((i - first) / (last - first), 0.0), 1.0) for i in range(half)]
+    speeds = [s * (1 - r) + s / factor * r for s, r in zip(plain, slowed, strict=True)]
+    return speeds, 0.1 * math.log(factor) + 1.0
+
+
 class NaiveDrafter:
     """One position at a time, from the files alone."""
 
@@ -51,9 +76,10 @@ class NaiveDrafter:
 
     def rotate(self, x: torch.Tensor, position: int) -> torch.Tensor:  # x [heads, D]
         half = x.shape[-1] // 2
-        angles = position * self.c["rope_theta"] ** (-torch.arange(half) / half)
-        a, b = x[:, :half], x[:, half:]
-        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=1)
+        speeds, size = rope_speeds(self.c["rope_theta"], half, self.c.get("rope_scaling"))
+        angles = position * torch.tensor(speeds)
+        a, b, cos, sin = x[:, :half], x[:, half:], size * angles.cos(), size * angles.sin()
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=1)
 
     def step(self, token: int, aux: torch.Tensor, position: int, cache: list) -> torch.Tensor:
         """One more position after those in `cache` (a list per layer of (k, v)); returns the final hidden state."""
@@ -67,6 +93,11 @@ class NaiveDrafter:
             else:
                 x = self.norm(hidden, name + "input_layernorm")
             q, k, v = (self.lin(x, f"{name}self_attn.{p}_proj").view(-1, self.c["head_dim"]) for p in "qkv")
+            if self.c["architectures"] == ["Eagle3Qwen3ForCausalLM"]:
+                q, k = (
+                    torch.stack([self.norm(head, f"{name}self_attn.{n}_norm") for head in heads])
+                    for n, heads in (("q", q), ("k", k))
+                )
             cache[i] = cache[i] + [(self.rotate(k, position), v)]
             hidden = hidden + self.lin(self.attend(self.rotate(q, position), cache[i]), name + "self_attn.o_proj")
             x = self.norm(hidden, name + "post_attention_layernorm")
@@ -128,11 +159,19 @@ def all_elements(lengths: tuple[int, ...], depths: int) -> DepthElements:
     return pack_elements(kept)
 
 
+# each has a pair of every kind: kept, between, slowed (head_dim 6: three pairs)
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 2, "beta_slow": 0.6}
+
 SPECS = {
     "plain": {},
     "norm_before_residual": {"norm_before_residual": True},
     "full vocabulary, one layer": {"draft_vocab_size": V, "num_layers": 1},
     "K=1": {"num_depths": 1},
+    "q_norm and k_norm": {"qk_norm": True},
+    "llama3 rope": {"rope": RopeSpec(100.0, LLAMA3)},
+    "yarn rope": {"rope": RopeSpec(100.0, YARN)},
 }
 
 
@@ -154,9 +193,19 @@ def test_every_anchor_and_depth_equals_the_naive_drafter(tmp_path: Path, changes
             places[int(elements.anchors[row, slot]), int(elements.depths[row, slot])] = size + slot
         assert places.keys() == want[row].keys()
         for key, place in places.items():
-            torch.testing.assert_close(hidden[row, place], want[row][key], atol=1e-5, rtol=1e-5)
+            # a scaled frequency may differ in its last fp32 bit, which counts `position` times in the angle
+            atol = 5e-5 if spec.rope.scaling else 1e-5
+            torch.testing.assert_close(hidden[row, place], want[row][key], atol=atol, rtol=1e-5)
             expected = naive.w["lm_head.weight"] @ want[row][key]
-            torch.testing.assert_close(logits[row, place], expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(logits[row, place], expected, atol=atol, rtol=1e-5)
+
+
+def at_depth(elements: DepthElements, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and anchors of the supervised elements of one depth."""
+    if depth == 0:
+        return elements.supervised.nonzero(as_tuple=True)
+    rows, slots = (elements.depths == depth).nonzero(as_tuple=True)
+    return rows, elements.anchors[rows, slots]
 
 
 def naive_loss(
@@ -167,7 +216,7 @@ def naive_loss(
     w, total = naive.w["lm_head.weight"], torch.zeros(())
     correct, count = [0] * elements.num_depths, [0] * elements.num_depths
     for d in range(elements.num_depths):
-        for row, a in zip(*(x.tolist() for x in elements.at_depth(d)), strict=True):
+        for row, a in zip(*(x.tolist() for x in at_depth(elements, d)), strict=True):
             assert batch.loss_mask[row, a + d + 2] and a + d + 2 < LENGTHS[row]
             teacher = torch.log_softmax(head @ states.last[row, a + d + 1], 0)
             student = torch.log_softmax(w @ rows[row][a, d], 0)

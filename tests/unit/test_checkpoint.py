@@ -89,6 +89,50 @@ def test_nothing_to_resume_lists_where_it_looked(tmp_path):
         find_resume_checkpoint("LATEST", tmp_path / "run")
 
 
+def states_of(root):
+    return sorted(path.parents[1].name for path in root.glob("epoch_*/trainer/state.pt"))
+
+
+def test_only_the_newest_checkpoints_keep_their_trainer_state(tmp_path):
+    end = train_here(make_job(tmp_path, "run", num_epochs=1, save_every_steps=2))
+    root = end.checkpoint.parent
+    assert states_of(root) == ["epoch_1_step_6", "epoch_1_step_8"]
+    old = root / "epoch_1_step_2"
+    assert load_draft(old / "model") and not (old / "trainer").exists()
+    with pytest.raises(TrainError, match="keeps its weights only.*keep_trainer_states") as caught:
+        find_resume_checkpoint(str(old), tmp_path / "new")
+    assert str(end.checkpoint) in caught.value.remedy and "\n" not in str(caught.value)
+
+
+def test_the_states_of_another_run_are_not_touched(tmp_path):
+    first = train_here(make_job(tmp_path, "first", num_epochs=2, max_steps=2, save_every_steps=1))
+    job = make_job(tmp_path, "second", num_epochs=2, max_steps=6, save_every_steps=1, keep_trainer_states=1)
+    second = train_here(job, resume=first.checkpoint)
+    assert states_of(first.checkpoint.parent) == ["epoch_1_step_1", "epoch_1_step_2"]
+    assert states_of(second.checkpoint.parent) == ["epoch_1_step_6"]
+
+
+def test_newest_means_written_last_not_the_highest_step(tmp_path):
+    first = train_here(make_job(tmp_path, "run", num_epochs=1, save_every_steps=2))
+    older = first.checkpoint.with_name("epoch_1_step_6")
+    train_here(make_job(tmp_path, "run", num_epochs=1, save_every_steps=1, max_steps=7), resume=older)
+    assert states_of(older.parent) == ["epoch_1_step_7", "epoch_1_step_8"]
+
+
+def test_no_state_is_removed_before_the_new_checkpoint_stands(trained, monkeypatch):
+    end, draft, spec, store = trained
+    state = load_state(end.checkpoint)
+    store.save(draft, spec, later(state, 2), epoch=1)
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(CheckpointStore, "_point_latest_to", full_disk)
+    with pytest.raises(TrainError):
+        store.save(draft, spec, later(state, 3), epoch=1)
+    assert {"epoch_1_step_1", "epoch_1_step_2"} <= set(states_of(store.root))
+
+
 def test_a_damaged_state_is_named(trained):
     end, *_ = trained
     path = end.checkpoint / "trainer" / "state.pt"

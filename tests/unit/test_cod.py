@@ -14,8 +14,10 @@ def draw(loss_mask: torch.Tensor, lengths: list[int], seed: int = 0, **changes: 
 
 
 def pairs(elements: DepthElements, depth: int) -> set[tuple[int, int]]:
-    rows, anchors = elements.at_depth(depth)
-    return set(zip(rows.tolist(), anchors.tolist(), strict=True))
+    if depth == 0:
+        return set(map(tuple, elements.supervised.nonzero().tolist()))
+    rows, slots = (elements.depths == depth).nonzero(as_tuple=True)
+    return set(zip(rows.tolist(), elements.anchors[rows, slots].tolist(), strict=True))
 
 
 def test_supervised_are_those_whose_predicted_token_is_marked_and_exists() -> None:

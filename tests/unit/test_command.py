@@ -127,14 +127,17 @@ def test_managed_flags_name_their_key(flag: str) -> None:
         build(extra_args={flag: "1"})
 
 
-@pytest.mark.parametrize("key", ["api_key", "api-key", "hf_token"])
+@pytest.mark.parametrize("key", ["api_key", "api-key", "hf_token", "ssl-keyfile-password", "aws_access_key_id"])
 def test_a_secret_never_reaches_the_command_line(key: str) -> None:
     with pytest.raises(ConfigError, match="secret") as caught:
         build(extra_args={key: "sk-very-secret"})
     assert "sk-very-secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["VLLM_API_KEY", "HF_TOKEN", "db_password"])
+@pytest.mark.parametrize(
+    "name",
+    ["VLLM_API_KEY", "HF_TOKEN", "db_password", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "PRIVATE_KEY_PEM"],
+)
 def test_a_secret_never_reaches_the_printed_environment(name: str) -> None:
     with pytest.raises(ConfigError, match="in the shell instead") as caught:
         build(env={name: "sk-very-secret"})
@@ -175,3 +178,21 @@ def test_an_open_host_without_a_key_is_warned_about() -> None:
     assert command_warnings(spec, {"VLLM_API_KEY": "x"}) == ()
     for host in ("127.0.0.1", "127.0.1.1", "localhost", "::1"):
         assert command_warnings(ServeSpec(checkpoint="d", target="t", host=host), {}) == ()
+
+
+def test_what_only_sounds_like_a_secret_passes() -> None:
+    extra = {"max_num_batched_tokens": 8, "tokenizer_mode": "auto", "ssl_keyfile": "/k.pem"}
+    assert "--max-num-batched-tokens" in build(extra_args=extra, env={"TOKENIZERS_PARALLELISM": "false"}).argv
+
+
+def test_a_secret_inside_a_nested_flag_is_refused_too() -> None:
+    with pytest.raises(ConfigError, match="kv_transfer_config.extra.s3_secret_key") as caught:
+        build(extra_args={"kv_transfer_config": {"extra": {"s3_secret_key": "sk-very-secret"}}})
+    assert "sk-very-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["disable_log_stats", "disable-log-stats"])
+def test_a_server_without_counters_is_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match="counters .*serve.extra_args"):
+        build(extra_args={flag: True})
+    assert "--no-disable-log-stats" in build(extra_args={flag: False}).argv

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Callable
 
@@ -160,6 +161,19 @@ def test_rope_scaling_is_the_one_of_transformers_own_llama(scaling: dict | None)
     if scaling:
         plain = build_rotary(make_spec(rope=RopeSpec(5e5)))(torch.zeros(1), positions)[0]
         assert not torch.allclose(plain, want(torch.zeros(1), positions)[0])
+
+
+def test_rope_angles_stay_exact_whatever_the_dtype_of_the_weights() -> None:
+    spec = replace(make_spec(rope=RopeSpec(1e6)), head_dim=64, max_position_embeddings=2048)
+    draft = PEagleDraft(spec).to(torch.bfloat16)
+    positions = torch.tensor([[0, 1, 1000, 2000]])
+    pair = torch.arange(32, dtype=torch.float64)
+    angles = positions[0, :, None] * 1e6 ** (-pair / 32)
+    cos, sin = draft.rotary(torch.empty(0, dtype=torch.float32), positions)
+    torch.testing.assert_close(cos[0, :, :32].double(), angles.cos(), atol=1e-3, rtol=0)
+    torch.testing.assert_close(sin[0, :, :32].double(), angles.sin(), atol=1e-3, rtol=0)
+    assert draft.model.fc.weight.dtype == torch.bfloat16  # the rest did follow
+    assert draft.to("meta").rotary.inv_freq.device.type == "meta"  # and a device moves the tables too
 
 
 def test_a_rope_that_changes_with_length_is_refused() -> None:

@@ -7,7 +7,7 @@ import pytest
 from tiny_chat import CHATML, CHATML_MARKED, LLAMA3, QWEN3, byte_tokenizer, turns
 
 from nemo_automodel.components.datasets.encode import RowEncoder, encode_rows
-from nemo_automodel.components.datasets.rows import ChatRow
+from nemo_automodel.components.datasets.rows import BadRow, ChatRow
 from nemo_automodel.errors import DataError
 
 THREE = turns(
@@ -109,6 +109,53 @@ def test_a_row_that_the_template_refuses_is_named():
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}" + CHATML
     with pytest.raises(DataError, match="row 3: the chat template refuses it: no system role here"):
         encode_rows([ChatRow(3, tuple(THREE))], RowEncoder(byte_tokenizer(strict), 100), where="data.train")
+
+
+STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}" + CHATML
+
+
+def mixed(good: int, unreadable: int, refused: int) -> list[ChatRow | BadRow]:
+    """Good rows, then rows that are no conversation, then rows that the STRICT template refuses."""
+    rows = [ChatRow(n, tuple(turns(("user", "q"), ("assistant", "a")))) for n in range(1, good + 1)]
+    rows += [BadRow(n, "turn 0 is no object") for n in range(good + 1, good + unreadable + 1)]
+    return rows + [ChatRow(good + unreadable + n, tuple(THREE)) for n in range(1, refused + 1)]
+
+
+def encode_mixed(rows, share):
+    return encode_rows(rows, RowEncoder(byte_tokenizer(STRICT), 100), where="data.train", max_bad_row_share=share)
+
+
+def test_a_few_bad_rows_are_dropped_counted_and_named():
+    encoded = encode_mixed(mixed(92, 4, 4), 0.08)
+    assert (encoded.rows_read, len(encoded.rows), encoded.rows_bad, encoded.rows_dropped) == (100, 92, 8, 0)
+    assert encoded.bad_rows == (
+        "row 93: turn 0 is no object", "row 94: turn 0 is no object", "row 95: turn 0 is no object",
+        "row 96: turn 0 is no object", "row 97: the chat template refuses it: no system role here",
+    )  # fmt: skip
+
+
+def test_more_bad_rows_than_allowed_are_refused():
+    with pytest.raises(DataError, match=r"8 of 100 rows .*row 93: .*row 97: ") as caught:
+        encode_mixed(mixed(92, 4, 4), 0.07)
+    assert "data.max_bad_row_share=0.08" in caught.value.remedy and "row 98" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("rows", "share"), [(mixed(199, 1, 0), 0.0), (mixed(199, 0, 1), 0.0), (mixed(98, 1, 0), 0.01)])
+def test_one_bad_row_of_few_or_with_share_zero_is_refused(rows, share):
+    with pytest.raises(DataError, match=f"row {len(rows)}: "):
+        encode_mixed(rows, share)
+
+
+def test_a_source_without_one_good_row_is_refused_whatever_the_share():
+    with pytest.raises(DataError, match="3 of 3 rows .*row 1: turn 0 is no object"):
+        encode_mixed(mixed(0, 3, 0), 1.0)
+
+
+def test_a_hopeless_source_is_not_read_to_its_end():
+    rows = iter(mixed(0, 5000, 0))
+    with pytest.raises(DataError, match="1000 of the first 1000 rows"):
+        encode_mixed(rows, 0.01)
+    assert next(rows).number == 1001
 
 
 def test_long_rows_are_cut_and_rows_without_supervision_dropped():

@@ -325,3 +325,16 @@ def test_peers(peers: Path, tmp_path: Path, name: str) -> None:
         assert set(new.keys()) == {name.removeprefix("model.") for name in old.keys()}
         for source, renamed in fixups.renames.items():
             assert old.get_tensor(source).equal(new.get_tensor(renamed))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_tied_head_is_the_embedding_twice(tmp_path: Path, shards: int) -> None:
+    tensors = {name: value for name, value in draft_tensors().items() if name != "lm_head.weight"}
+    draft = write_draft(tmp_path / "d", draft_config(tie_word_embeddings=True), tensors, shards)
+    done = export(plan_for(draft))
+    written = load_file(done.dir / "model.safetensors")
+    assert set(written) == {name.removeprefix("model.") for name in tensors} | {"lm_head.weight"}
+    assert np.array_equal(written["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    for name, value in tensors.items():
+        assert np.array_equal(written[name.removeprefix("model.")], value)
+    assert export(plan_for(draft)).reused

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 from nemo_automodel.components.speculative.bench.leaderboard import NO_RESULT, collect, write_leaderboard
+from nemo_automodel.components.speculative.serve.record import record_training
 
 
 def _job(sweep: Path, name: str, *, status: str = "ok", reason: str | None = None, **bench) -> None:
@@ -75,3 +76,10 @@ def test_a_sweep_that_only_printed_has_its_files_too(tmp_path: Path) -> None:
     _job(tmp_path, "0", status="printed")
     assert write_leaderboard(tmp_path) == 0
     assert (tmp_path / "leaderboard.png").is_file()
+
+
+def test_a_job_that_trained_well_is_none_of_the_table_and_a_failed_one_is(tmp_path: Path) -> None:
+    record_training(tmp_path / "0", tmp_path / "0" / "checkpoints" / "epoch_1_step_5", status="ok", reason=None)
+    assert write_leaderboard(tmp_path) == 0 and not list(tmp_path.glob("leaderboard.*"))
+    record_training(tmp_path / "1", None, status="failed", reason="no space")
+    assert [(entry.job, entry.reason) for entry in collect(tmp_path)] == [("1", "no space")]

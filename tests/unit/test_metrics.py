@@ -3,10 +3,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
-from nemo_automodel.components.speculative.bench.metrics import SpecDecodeCounters, parse_counters
+from nemo_automodel.components.speculative.bench.metrics import (
+    acceptance_length,
+    acceptance_rate,
+    per_position,
+    tokens_per_step_overall,
+    useful_tokens_per_step,
+)
 from nemo_automodel.components.speculative.bench.parity import compare, reference_dtype, unpredictable
+from nemo_automodel.components.speculative.serve.counters import SpecDecodeCounters, parse_counters
 from nemo_automodel.components.speculative.serve.types import Fixups
 
 PAGE = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -46,19 +56,19 @@ def test_the_difference_of_two_readings_gives_length_rate_and_positions() -> Non
     before, after = SpecDecodeCounters(20, 80, 40, (16,)), SpecDecodeCounters(120, 480, 240, (96, 80, 0, 64))
     counted = after - before
     assert counted == SpecDecodeCounters(100, 400, 200, (80, 80, 0, 64))
-    assert counted.acceptance_length == 3.0
-    assert counted.acceptance_rate == 0.5
-    assert counted.per_position == (0.8, 0.8, 0.0, 0.64)
+    assert acceptance_length(counted) == 3.0
+    assert acceptance_rate(counted) == 0.5
+    assert per_position(counted) == (0.8, 0.8, 0.0, 0.64)
 
 
 def test_useful_tokens_leave_out_each_prompts_first_token() -> None:
     # 10 prompts, 250 tokens returned; 10 of them came from prefills, which count no draft
-    assert SpecDecodeCounters(100, 400, 200, (80, 80)).useful_tokens_per_step(250, 10) == 2.4
+    assert useful_tokens_per_step(SpecDecodeCounters(100, 400, 200, (80, 80)), 250, 10) == 2.4
 
 
 def test_nothing_drafted_is_no_division_by_zero() -> None:
     none = SpecDecodeCounters(0, 0, 0, ())
-    assert (none.acceptance_length, none.acceptance_rate, none.per_position) == (1.0, 0.0, ())
+    assert (acceptance_length(none), acceptance_rate(none), per_position(none)) == (1.0, 0.0, ())
 
 
 @pytest.mark.parametrize(
@@ -98,5 +108,15 @@ def test_auto_is_predicted_in_bfloat16() -> None:
 def test_steps_without_a_proposal_count_for_a_lookup_drafter() -> None:
     """100 tokens of 2 prompts, 8 of them accepted in 5 proposals: 90 steps for 98 tokens, whatever vLLM's own 2.6 says."""
     counters = SpecDecodeCounters(5, 20, 8, (4, 2, 1, 1))
-    assert counters.acceptance_length == pytest.approx(2.6)
-    assert counters.tokens_per_step_overall(100, 2) == pytest.approx(98 / 90)
+    assert acceptance_length(counters) == pytest.approx(2.6)
+    assert tokens_per_step_overall(counters, 100, 2) == pytest.approx(98 / 90)
+
+
+def test_serving_does_not_import_the_benchmark() -> None:
+    code = (
+        "import sys\n"
+        "from nemo_automodel.components.speculative.serve import launch, preflight, pipeline\n"
+        "print([name for name in sys.modules if '.speculative.bench' in name])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -12,11 +12,11 @@ import pytest
 from drafts import draft_config, draft_tensors, write_draft, write_target
 from safetensors.numpy import save_file
 
-from nemo_automodel.components.speculative.serve.hub import is_path_like
 from nemo_automodel.components.speculative.serve.resolve import resolve
 from nemo_automodel.components.speculative.serve.target_facts import read_target, read_target_or_none
 from nemo_automodel.components.speculative.serve.types import Layout
 from nemo_automodel.errors import ResolveError
+from nemo_automodel.files import is_path_like
 
 
 @pytest.fixture
@@ -92,15 +92,23 @@ def test_path_like_text_is_never_looked_up_on_the_hub(text: str, tmp_path: Path)
 
 def test_a_hub_id_without_the_hub_is_said_plainly(tmp_path: Path) -> None:
     assert not is_path_like("some-org/some-draft")
-    with pytest.raises(ResolveError, match="cannot be had from the Hub"):
+    with pytest.raises(ResolveError, match="cannot be had from the Hub") as caught:
         resolve("some-org/some-draft", tmp_path)
+    assert len(caught.value.found) < 250 and not caught.value.found.endswith(".")
 
 
 def test_a_folder_of_the_user_is_no_organisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "outputs").mkdir()
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere" / "some-org").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(ResolveError, match="no such path"):
         resolve("outputs/typo", tmp_path)
+    with pytest.raises(ResolveError, match="no folder"):
+        read_target("outputs/typo", tmp_path)
+    with pytest.raises(ResolveError):
+        read_target_or_none("outputs/typo", tmp_path)
+    with pytest.raises(ResolveError, match="cannot be had from the Hub"):  # a folder of the working directory is none
+        resolve("some-org/some-draft", tmp_path)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from nemo_automodel.components.datasets.rows import load_rows
 from nemo_automodel.errors import DataError
+from nemo_automodel.files import is_path_like
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
@@ -49,6 +50,33 @@ def test_nulls_of_parquet_are_absent_keys(tmp_path):
     assert read(path) == [[{"role": "assistant", "content": ""}]]
 
 
+def test_nulls_at_any_depth_of_parquet_are_absent_keys(tmp_path):
+    import datasets
+
+    def turn(name, **arguments):
+        calls = [{"function": {"name": name, "arguments": arguments}}]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    def tool(name, **properties):
+        return {"name": name, "parameters": {"properties": properties}}
+
+    rows = [
+        {"messages": [turn("clock", x=1)], "tools": [tool("clock", x={"type": "integer"})]},
+        {"messages": [turn("date", y="b")], "tools": [tool("date", y={"type": "string", "enum": ["a", "b"]})]},
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+    got = list(load_rows(str(tmp_path / "a.parquet"), where="data.train"))
+    assert [list(row.messages) for row in got] == [row["messages"] for row in rows]
+    assert [list(row.tools) for row in got] == [row["tools"] for row in rows]
+
+
+def test_nulls_that_mean_something_stay(tmp_path):
+    tools = [{"name": "clock", "parameters": {"zone": {"default": None, "enum": [None, "UTC"]}}}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": MESSAGES, "tools": json.dumps(tools)}])
+    (row,) = load_rows(path, where="data.train")
+    assert list(row.tools) == tools  # JSON text says what its author wrote; only Arrow pads with nulls
+
+
 def test_the_column_can_be_named(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"chat": SHAREGPT, "messages": [{"role": "user", "content": "other"}]}])
     assert read(path, column="chat") == [MESSAGES]
@@ -84,10 +112,20 @@ def test_a_broken_line_is_named(tmp_path):
         read(path)
 
 
-@pytest.mark.parametrize("name", ["missing.jsonl", "/no/such/folder", "./here", "../up", "a/b/c"])
+@pytest.mark.parametrize(
+    "name", ["missing.jsonl", "data/missing.jsonl", "/no/such/folder", "./here", "../up", "a/b/c", "a--b/c", "a/..b"]
+)
 def test_a_path_that_is_not_there_is_not_taken_for_a_hub_id(name):
     with pytest.raises(DataError, match="no file or folder at"):
         read(name)
+
+
+def test_a_name_below_a_folder_of_the_user_is_a_path(tmp_path, monkeypatch):
+    (tmp_path / "corpora").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="no file or folder at"):
+        read("corpora/chats")
+    assert is_path_like("corpora/chats") and not is_path_like("corpora/chats", tmp_path / "corpora")
 
 
 def test_an_unknown_file_kind_and_a_broken_parquet(tmp_path):

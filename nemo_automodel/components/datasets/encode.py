@@ -14,7 +14,8 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from nemo_automodel.components.datasets.chat_spans import ChatTemplate, Span, TemplateFault, reasoning_spans
-from nemo_automodel.components.datasets.rows import ChatRow
+from nemo_automodel.components.datasets.bad_rows import BadRows
+from nemo_automodel.components.datasets.rows import BadRow, ChatRow
 from nemo_automodel.errors import DataError
 
 # The draft's first prediction is token 2: at position t it is trained towards token t+2 (design section 5).
@@ -43,6 +44,8 @@ class EncodedSet:
     rows_dropped: int  # nothing supervised is left in them
     tokens: int
     supervised_tokens: int
+    rows_bad: int  # no conversation, or refused by the template
+    bad_rows: tuple[str, ...]  # the first of these: "row N: reason"
 
 
 @dataclass(frozen=True)
@@ -87,32 +90,40 @@ def _inside(starts: np.ndarray, spans: Iterable[Span]) -> np.ndarray:
 
 
 def encode_rows(
-    rows: Iterable[ChatRow], encoder: RowEncoder, *, where: str, on_row: Callable[[int], None] | None = None
-) -> EncodedSet:
-    """Encode every row; rows in which nothing is supervised are dropped and counted.
+    rows: Iterable[ChatRow | BadRow], encoder: RowEncoder, *, where: str, max_bad_row_share: float = 0.0,
+    on_row: Callable[[int], None] | None = None,
+) -> EncodedSet:  # fmt: skip
+    """Encode every row; bad rows, and rows in which nothing is supervised, are dropped and counted.
 
     Raises:
-        DataError: the tokenizer has no chat template or no offsets, the template fails on a row, or nothing at all is
-            supervised (shows the first row as rendered).
+        DataError: the tokenizer has no chat template or no offsets, a larger share of the rows than
+            `max_bad_row_share` is bad (up to five are named), or nothing at all is supervised (shows the first row as
+            rendered).
     """
     check_tokenizer(encoder.tokenizer)
+    bad = BadRows(max_bad_row_share, where)
     kept: list[EncodedRow] = []
-    first: ChatRow | None = None
+    first: ChatRow | None = None  # that can be rendered
     read = cut = 0
     for row in rows:
-        first = first or row
         read += 1
-        encoded, was_cut = _encode_or_blame(row, encoder, where)
-        cut += was_cut
-        if encoded.loss_mask[FIRST_PREDICTED:].any():
-            kept.append(encoded)
+        encoded = _encode_or_note(row, encoder, bad)
+        if encoded is None:
+            bad.refuse_early(read)
+        else:
+            first = first or row
+            cut += encoded[1]
+            if encoded[0].loss_mask[FIRST_PREDICTED:].any():
+                kept.append(encoded[0])
         if on_row is not None:
             on_row(read)
+    bad.refuse_too_many(read)
     if not kept:
         raise _nothing_supervised(first, encoder, where)
     tokens = sum(len(row) for row in kept)
     supervised = sum(int(row.loss_mask.sum()) for row in kept)
-    return EncodedSet(tuple(kept), read, cut, read - len(kept), tokens, supervised)
+    dropped = read - bad.count - len(kept)
+    return EncodedSet(tuple(kept), read, cut, dropped, tokens, supervised, bad.count, tuple(bad.named))
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -130,11 +141,16 @@ def check_tokenizer(tokenizer: Any) -> None:
         )  # fmt: skip
 
 
-def _encode_or_blame(row: ChatRow, encoder: RowEncoder, where: str) -> tuple[EncodedRow, bool]:
+def _encode_or_note(row: ChatRow | BadRow, encoder: RowEncoder, bad: BadRows) -> tuple[EncodedRow, bool] | None:
+    """The encoded row and whether it was cut; None: it is bad, and noted."""
+    if isinstance(row, BadRow):
+        bad.add(row.number, row.reason, row.remedy)
+        return None
     try:
         return encoder.encode(row)
     except TemplateFault as fault:
-        raise DataError(f"row {row.number}: {fault}", where=where, remedy=fault.remedy) from fault
+        bad.add(row.number, str(fault), fault.remedy)
+        return None
 
 
 def _nothing_supervised(first: ChatRow | None, encoder: RowEncoder, where: str) -> DataError:

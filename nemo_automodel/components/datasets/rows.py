@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping
 
+from nemo_automodel.components.datasets.bad_rows import BadRows
 from nemo_automodel.errors import DataError
+from nemo_automodel.files import is_path_like
 
 COLUMNS = ("messages", "conversations")
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
-MAX_PROBLEMS = 5  # bad rows named in one message
 # `from` of the ShareGPT world -> `role`. Role/content rows keep their roles: the template knows them.
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -31,35 +31,51 @@ class ChatRow:
     tools: tuple[Mapping[str, Any], ...] = ()
 
 
+@dataclass(frozen=True)
+class BadRow:
+    """A record that is no conversation, and why."""
+
+    number: int
+    reason: str
+    remedy: str = "mend or delete these rows, or name the field of the turns with data.column=NAME"
+
+
 def load_rows(
     path: str, *, where: str, split: str = "train", column: str | None = None, max_rows: int | None = None
 ) -> Iterator[ChatRow]:
-    """Yield the chat rows of a .jsonl/.json/.parquet file, a `datasets` folder on disk, or a Hub data set.
-
-    `column` names the field that holds the turns; None takes `messages`, then `conversations`. `where` is the config
-    key named in errors.
+    """Like `read_rows`, but every bad row is an error; no row after the first bad one is yielded.
 
     Raises:
-        DataError: nothing readable at `path`, or rows that are no conversation (up to five are named by number; no
-            row after the first bad one is yielded).
+        DataError: nothing readable at `path`, or rows that are no conversation (up to five are named by number).
     """
-    problems: list[str] = []
+    bad, read = BadRows(None, where), 0
+    for row in read_rows(path, where=where, split=split, column=column, max_rows=max_rows):
+        read += 1
+        if isinstance(row, BadRow):
+            bad.add(row.number, row.reason, row.remedy)
+            bad.refuse_early(read)
+        elif not bad.count:
+            yield row
+    bad.refuse_too_many(read)
+
+
+def read_rows(
+    path: str, *, where: str, split: str = "train", column: str | None = None, max_rows: int | None = None
+) -> Iterator[ChatRow | BadRow]:
+    """Yield the rows of a .jsonl/.json/.parquet file, a `datasets` folder on disk, or a Hub data set.
+
+    `column` names the field that holds the turns; None takes `messages`, then `conversations`. `where` is the config
+    key named in errors. `max_rows` counts bad rows too.
+
+    Raises:
+        DataError: nothing readable at `path`.
+    """
     for number, raw in enumerate(islice(_read_raw(path, split, where), max_rows), start=1):
         try:
-            row = normalise_row(raw, number, column)
+            row: ChatRow | BadRow = normalise_row(raw, number, column)
         except ValueError as error:
-            problems.append(f"row {number}: {error}")
-            if len(problems) == MAX_PROBLEMS:
-                break
-            continue
-        if not problems:
-            yield row
-    if problems:
-        raise DataError(
-            f"{path} has rows that are no conversation: " + "; ".join(problems),
-            where=where,
-            remedy="mend or delete these rows, or name the field of the turns with data.column=NAME",
-        )
+            row = BadRow(number, str(error))
+        yield row
 
 
 def normalise_row(raw: Any, number: int, column: str | None) -> ChatRow:
@@ -84,8 +100,7 @@ def normalise_row(raw: Any, number: int, column: str | None) -> ChatRow:
 def _normalise_turn(turn: Any, index: int) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
         raise ValueError(f"turn {index} is no object")
-    # Parquet and Arrow give every turn every key of the column; a null means the key is not there.
-    turn = {key: value for key, value in turn.items() if value is not None}
+    turn = _without_nulls(turn)
     if "role" in turn:
         return {**turn, "content": _text_of(turn.get("content", ""), index)}
     if "from" not in turn or "value" not in turn:
@@ -95,6 +110,14 @@ def _normalise_turn(turn: Any, index: int) -> dict[str, Any]:
         raise ValueError(f"turn {index} is from {turn['from']!r}, known are {', '.join(SHAREGPT_ROLES)}")
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     return {**rest, "role": role, "content": _text_of(turn["value"], index)}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop null keys at every depth: Parquet and Arrow give each object every key of its column, and a template would
+    render those as arguments. Nulls in lists stay: nothing pads lists."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _text_of(content: Any, index: int) -> str:
@@ -108,7 +131,9 @@ def _text_of(content: Any, index: int) -> str:
 
 
 def _normalise_tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
-    if isinstance(tools, str):
+    if not isinstance(tools, str):
+        tools = _without_nulls(tools)
+    else:  # JSON text: its nulls are the author's
         try:
             tools = json.loads(tools) if tools.strip() else None
         except json.JSONDecodeError as error:
@@ -126,7 +151,7 @@ def _read_raw(path: str, split: str, where: str) -> Iterable[Any]:
         return _read_file(local, where)
     if local.is_dir():
         return _read_with_datasets(str(local), split, where, on_disk=(local / "state.json").exists() or _is_dict(local))
-    if _looks_like_a_path(path):
+    if path.endswith(FILE_SUFFIXES) or is_path_like(path):
         raise DataError(
             f"no file or folder at {path}",
             where=where,
@@ -137,11 +162,6 @@ def _read_raw(path: str, split: str, where: str) -> Iterable[Any]:
 
 def _is_dict(folder: Path) -> bool:
     return (folder / "dataset_dict.json").exists()  # `DatasetDict.save_to_disk`
-
-
-def _looks_like_a_path(path: str) -> bool:
-    """A path-like string is never taken for a Hub id (`owner/name` or `name`)."""
-    return path.endswith(FILE_SUFFIXES) or re.fullmatch(r"\w[\w.\-]*(/[\w.\-]+)?", path) is None
 
 
 def _read_file(path: Path, where: str) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nemo_automodel.components.speculative.serve.record import RESULT
+from nemo_automodel.components.speculative.serve.record import RESULT, TRAIN
 from nemo_automodel.files import read_json, write_atomic, write_json
 
 NO_RESULT = "no result (killed?)"
@@ -66,11 +66,20 @@ def collect(sweep_dir: Path) -> list[Entry]:
 
 def _is_job(path: Path) -> bool:
     if (path / RESULT).is_file():
-        return True
+        return not _only_trained(path / RESULT)
     config = path / ".hydra" / "config.yaml"
     if config.is_file():
         return bool(OmegaConf.select(OmegaConf.load(config), "serve.enabled"))  # a job that only trained has no result
     return path.name.isdigit()
+
+
+def _only_trained(result: Path) -> bool:
+    """A job that ended well with its training; one whose training failed is shown, and counts."""
+    try:
+        value = read_json(result)
+    except ValueError:
+        return False  # half-written: shown as failed, with that reason
+    return value.get("stage") == TRAIN and value.get("status") == "ok"
 
 
 def _natural(path: Path) -> list[Any]:

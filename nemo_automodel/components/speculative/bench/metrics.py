@@ -1,90 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's spec-decode counters, and what follows from them (design section 6).
-
-Names and labels are the same in vLLM 0.14 to 0.33: `vllm:spec_decode_num_{drafts,draft_tokens,accepted_tokens}_total`
-and `..._num_accepted_tokens_per_pos_total{position=}`, labelled by model_name and engine. The prefill's token counts no
-draft; every later step counts one draft and K positions, also past the end of the answer.
-"""
+"""The figures that follow from vLLM's spec-decode counters (design section 6)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-_DRAFTS = "vllm:spec_decode_num_drafts_total"
-_DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens_total"
-_ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+from nemo_automodel.components.speculative.serve.counters import SpecDecodeCounters
 
 
-@dataclass(frozen=True)
-class SpecDecodeCounters:
-    """Counts since the server started, or between two readings; summed over engines."""
-
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    accepted_per_position: tuple[int, ...]  # [K]
-
-    def __sub__(self, before: SpecDecodeCounters) -> SpecDecodeCounters:
-        earlier = before.accepted_per_position + (0,) * len(self.accepted_per_position)
-        return SpecDecodeCounters(
-            self.num_drafts - before.num_drafts,
-            self.num_draft_tokens - before.num_draft_tokens,
-            self.num_accepted_tokens - before.num_accepted_tokens,
-            tuple(now - then for now, then in zip(self.accepted_per_position, earlier, strict=False)),
-        )
-
-    @property
-    def acceptance_length(self) -> float:
-        """1 + accepted / drafts: tokens per verification step as vLLM counts them (tokens past the end included)."""
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted / drafted tokens."""
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
-
-    @property
-    def per_position(self) -> tuple[float, ...]:
-        """Share of drafts whose token at position 0..K-1 was accepted.  # [K]"""
-        return tuple(count / self.num_drafts if self.num_drafts else 0.0 for count in self.accepted_per_position)
-
-    def useful_tokens_per_step(self, output_tokens: int, num_prompts: int) -> float:
-        """Tokens really returned per verification step; each prompt's first token comes from the prefill."""
-        return (output_tokens - num_prompts) / self.num_drafts if self.num_drafts else 1.0
-
-    def tokens_per_step_overall(self, output_tokens: int, num_prompts: int) -> float:
-        """The same over all steps, for a drafter that does not propose in each: vLLM counts only those that do.
-
-        A step returns one token and what it accepted, so steps = tokens after the prefill's - accepted.
-        """
-        later = output_tokens - num_prompts
-        steps = later - self.num_accepted_tokens
-        return later / steps if steps > 0 else 1.0
+def acceptance_length(counters: SpecDecodeCounters) -> float:
+    """1 + accepted / drafts: tokens per verification step as vLLM counts them (tokens past the end included)."""
+    return 1 + counters.num_accepted_tokens / counters.num_drafts if counters.num_drafts else 1.0
 
 
-def parse_counters(text: str, model_name: str) -> SpecDecodeCounters | None:
-    """Read the counters of one model out of a /metrics page; None when the page holds none of it.
+def acceptance_rate(counters: SpecDecodeCounters) -> float:
+    """Accepted / drafted tokens."""
+    return counters.num_accepted_tokens / counters.num_draft_tokens if counters.num_draft_tokens else 0.0
 
-    Raises:
-        ValueError: the text is not in Prometheus' format.
+
+def per_position(counters: SpecDecodeCounters) -> tuple[float, ...]:
+    """Share of drafts whose token at position 0..K-1 was accepted.  # [K]"""
+    drafts = counters.num_drafts
+    return tuple(count / drafts if drafts else 0.0 for count in counters.accepted_per_position)
+
+
+def useful_tokens_per_step(counters: SpecDecodeCounters, output_tokens: int, num_prompts: int) -> float:
+    """Tokens really returned per verification step; each prompt's first token comes from the prefill."""
+    return (output_tokens - num_prompts) / counters.num_drafts if counters.num_drafts else 1.0
+
+
+def tokens_per_step_overall(counters: SpecDecodeCounters, output_tokens: int, num_prompts: int) -> float:
+    """The same over all steps, for a drafter that does not propose in each: vLLM counts only those that do.
+
+    A step returns one token and what it accepted, so steps = tokens after the prefill's - accepted.
     """
-    from prometheus_client.parser import text_string_to_metric_families
-
-    totals: dict[str, float] = {}
-    positions: dict[int, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.labels.get("model_name") != model_name:
-                continue
-            if sample.name == _PER_POSITION:
-                position = int(sample.labels["position"])
-                positions[position] = positions.get(position, 0) + sample.value
-            elif sample.name in (_DRAFTS, _DRAFT_TOKENS, _ACCEPTED):
-                totals[sample.name] = totals.get(sample.name, 0) + sample.value
-    if _DRAFTS not in totals:
-        return None
-    per_position = tuple(int(positions.get(i, 0)) for i in range(max(positions, default=-1) + 1))
-    return SpecDecodeCounters(
-        int(totals[_DRAFTS]), int(totals.get(_DRAFT_TOKENS, 0)), int(totals.get(_ACCEPTED, 0)), per_position
-    )
+    later = output_tokens - num_prompts
+    steps = later - counters.num_accepted_tokens
+    return later / steps if steps > 0 else 1.0

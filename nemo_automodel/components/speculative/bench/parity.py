@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Mapping
 
-from nemo_automodel.components.speculative.bench.metrics import SpecDecodeCounters
-from nemo_automodel.components.speculative.bench.workload import Messages
+from nemo_automodel.components.datasets.rows import ChatRow
+from nemo_automodel.components.speculative.bench.metrics import acceptance_length, per_position
+from nemo_automodel.components.speculative.serve.counters import SpecDecodeCounters
 from nemo_automodel.components.speculative.serve.process import find_cause
 from nemo_automodel.components.speculative.serve.types import Fixups
 from nemo_automodel.errors import LaunchError
@@ -44,11 +46,12 @@ class ParityJob:
     job_dir: Path
     target: str
     draft: Path
-    prompts: tuple[Messages, ...]
+    prompts: tuple[ChatRow, ...]
     max_new_tokens: int
     num_speculative_tokens: int
     dtype: str
     trust_remote_code: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def reference_dtype(dtype: str) -> str:
@@ -73,9 +76,7 @@ def predict(job: ParityJob) -> SpecDecodeCounters:
     """
     prompts, spec, out = (job.job_dir / f"parity_{name}" for name in ("prompts.jsonl", "job.json", "out.json"))
     log = job.job_dir / "parity.log"
-    write_atomic(
-        prompts, "".join(json.dumps({"messages": m}, ensure_ascii=False) + "\n" for m in map(list, job.prompts))
-    )
+    write_atomic(prompts, "".join(json.dumps(_row(row), ensure_ascii=False) + "\n" for row in job.prompts))
     write_json(
         spec,
         {
@@ -87,6 +88,7 @@ def predict(job: ParityJob) -> SpecDecodeCounters:
             "num_speculative_tokens": job.num_speculative_tokens,
             "dtype": job.dtype,
             "trust_remote_code": job.trust_remote_code,
+            "chat_template_kwargs": dict(job.template_kwargs),
         },
     )
     with log.open("wb") as sink:
@@ -99,18 +101,21 @@ def predict(job: ParityJob) -> SpecDecodeCounters:
             remedy=f"see {log}, or serve.benchmark.parity=false",
         )
     result = read_json(out)
-    per_position = tuple(result["accepted_per_position"])
-    drafts = result["num_drafts"]
-    return SpecDecodeCounters(drafts, drafts * len(per_position), sum(per_position), per_position)
+    accepted, drafts = tuple(result["accepted_per_position"]), result["num_drafts"]
+    return SpecDecodeCounters(drafts, drafts * len(accepted), sum(accepted), accepted)
+
+
+def _row(row: ChatRow) -> dict[str, Any]:
+    return {"messages": list(row.messages)} | ({"tools": list(row.tools)} if row.tools else {})
 
 
 def compare(predicted: SpecDecodeCounters, served: SpecDecodeCounters, dtype: str) -> Prediction:
     """Hold the two side by side; `agrees` follows the dtype's rule."""
-    pairs = zip(predicted.per_position, served.per_position, strict=True)
+    pairs = zip(per_position(predicted), per_position(served), strict=True)
     difference = max((abs(p - s) for p, s in pairs), default=0.0)
     return Prediction(
-        acceptance_length=predicted.acceptance_length,
-        acceptance_per_position=predicted.per_position,
+        acceptance_length=acceptance_length(predicted),
+        acceptance_per_position=per_position(predicted),
         num_drafts=predicted.num_drafts,
         dtype=dtype,
         max_difference=difference,

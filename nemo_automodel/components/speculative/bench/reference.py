@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from nemo_automodel.components.speculative.bench.workload import load_prompts
-from nemo_automodel.components.speculative.draft.io import load_draft
+from nemo_automodel.components.datasets.rows import ChatRow, load_rows
+from nemo_automodel.components.speculative.draft.io import load_exported, read_sliding_window
+from nemo_automodel.components.speculative.draft.network import DraftNetwork
 from nemo_automodel.components.speculative.draft.peagle import PEagleDraft
 from nemo_automodel.components.speculative.methods.attention import CrossDepthAttention
 from nemo_automodel.components.speculative.methods.cod import pack_elements
 from nemo_automodel.components.speculative.target import Target
-from nemo_automodel.errors import ConfigError, ResolveError, UserError
+from nemo_automodel.errors import ConfigError, DataError, UserError
 from nemo_automodel.files import read_json, write_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -38,12 +40,13 @@ class Job:
 
     target: str  # folder or Hub id
     draft: str  # exported (vLLM-form) folder
-    prompts: str  # chat rows; the trailing assistant turn is left out
+    prompts: str  # chat rows (and their `tools`); trailing assistant turns are left out
     num_prompts: int
     max_new_tokens: int
     num_speculative_tokens: int  # K
     dtype: str  # "float32" or "bfloat16"
     trust_remote_code: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,34 +77,50 @@ def predict_counts(job: Job) -> Counts:
     Raises:
         UserError: the job, target or draft cannot be used; which part is named.
     """
-    draft = _load_parallel_draft(Path(job.draft)).to(DTYPES[job.dtype]).eval()
-    aux_ids = draft.spec.aux_layer_ids
+    draft = load_exported(Path(job.draft)).to(DTYPES[job.dtype]).eval()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    trust = job.trust_remote_code
     target = Target.load(
-        job.target, aux_layer_ids=aux_ids, dtype=DTYPES[job.dtype], device=device, trust_remote_code=trust
+        job.target,
+        aux_layer_ids=draft.spec.aux_layer_ids,
+        dtype=DTYPES[job.dtype],
+        device=device,
+        trust_remote_code=job.trust_remote_code,
     )
-    tokenizer = AutoTokenizer.from_pretrained(job.target, trust_remote_code=trust)
+    tokenizer = AutoTokenizer.from_pretrained(job.target, trust_remote_code=job.trust_remote_code)
     stops = stop_ids(target, tokenizer)
-    prompts = [prompt_ids(tokenizer, m) for m in load_prompts(job.prompts, job.num_prompts)]
+    prompts = [prompt_ids(tokenizer, row, job.chat_template_kwargs) for row in _questions(job)]
+    draft = draft.to(device)
     counts: list[Counts] = []
     for start in range(0, len(prompts), BATCH):
         rows = continue_greedily(target, prompts[start : start + BATCH], stops, job)
-        proposals = propose_all(draft.to(device), target, rows, job.num_speculative_tokens)
+        _check_window(Path(job.draft), rows)
+        proposals = propose_all(draft, target, rows, job.num_speculative_tokens)
         counts += [walk(row, p, stops, job.max_new_tokens) for row, p in zip(rows, proposals, strict=True)]
     return add_counts(counts)
 
 
-def _load_parallel_draft(folder: Path) -> PEagleDraft:
-    try:
-        config = read_json(folder / "config.json")
-    except (OSError, ValueError) as error:
-        remedy = "name an exported draft"
-        raise ResolveError(f"no readable config.json ({error})", where=str(folder), remedy=remedy) from error
-    if "pard_token" not in config and "mask_token_id" not in config:
-        raise ConfigError("the reference decoder predicts parallel (P-EAGLE) drafts, this one is sequential (EAGLE-3)",
-                          where=str(folder), remedy="serve.benchmark.parity=false")
-    return load_draft(folder)[0]
+def _check_window(folder: Path, rows: list[Row]) -> None:
+    """Refuse rows that do not fit into the draft's sliding window: attention here is always full."""
+    window, longest = read_sliding_window(folder), max(len(row.ids) for row in rows)
+    if window and longest > window:
+        raise ConfigError(f"a prompt and its answer take {longest} tokens, the draft's sliding window is {window}",
+                          where=str(folder), remedy="serve.benchmark.parity=false, or ask shorter prompts")
+
+
+def _questions(job: Job) -> list[ChatRow]:
+    """The rows that `load_prompts` takes, with their tools."""
+    asked: list[ChatRow] = []
+    for row in load_rows(job.prompts, where="prompts"):
+        turns = list(row.messages)
+        while turns and turns[-1]["role"] == "assistant":
+            turns.pop()
+        if turns:
+            asked.append(replace(row, messages=tuple(turns)))
+        if len(asked) == job.num_prompts:
+            break
+    if not asked:
+        raise DataError(f"{job.prompts} holds nothing to ask", where="prompts", remedy="name rows with a user turn")
+    return asked
 
 
 def stop_ids(target: Target, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -119,9 +138,10 @@ def stop_ids(target: Target, tokenizer: PreTrainedTokenizerBase) -> frozenset[in
     return frozenset(i for i in [*listed, tokenizer.eos_token_id] if i is not None)
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Iterable) -> list[int]:
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: ChatRow, template_kwargs: Mapping[str, Any]) -> list[int]:
     """Token ids as vLLM's chat endpoint builds them: the template's text, tokenised without extra special tokens."""
-    text = tokenizer.apply_chat_template(list(map(dict, messages)), tokenize=False, add_generation_prompt=True)
+    fixed = {"tools": list(map(dict, row.tools)) or None, "tokenize": False, "add_generation_prompt": True}
+    text = tokenizer.apply_chat_template(list(map(dict, row.messages)), **{**template_kwargs, **fixed})
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -152,36 +172,45 @@ def continue_greedily(target: Target, prompts: list[list[int]], stops: frozenset
 
 
 @torch.no_grad()
-def propose_all(draft: PEagleDraft, target: Target, rows: list[Row], depths: int) -> list[dict[int, list[int]]]:
-    """What the draft proposes after every anchor, in one forward: row -> anchor -> K target ids.
+def propose_all(draft: DraftNetwork, target: Target, rows: list[Row], depths: int) -> list[dict[int, list[int]]]:
+    """What the draft proposes after every anchor: row -> anchor -> K target ids.
 
     Anchor a is the last position whose token the target has seen; token a + 1 is the one it just chose.
     """
     device = target.model.device
-    lengths = [len(row.ids) for row in rows]
-    ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64, device=device)
+    lengths = torch.tensor([len(row.ids) for row in rows], device=device)
+    ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64, device=device)
+    for index, row in enumerate(rows):
+        ids[index, : len(row.ids)] = torch.tensor(row.ids, device=device)
+    mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
+    aux = target.states(ids, mask.long()).aux
+    if isinstance(draft, PEagleDraft):
+        proposed = _propose_parallel(draft, ids, aux, rows, depths)
+    else:
+        proposed = [
+            draft.propose(ids[i, 1 : len(row.ids)], aux[i, : len(row.ids) - 1], len(row.prompt) - 1, depths)
+            for i, row in enumerate(rows)
+        ]
+    return [
+        {len(row.prompt) - 1 + i: line for i, line in enumerate(tokens.tolist())}
+        for row, tokens in zip(rows, proposed, strict=True)
+    ]
+
+
+def _propose_parallel(draft: PEagleDraft, ids: Tensor, aux: Tensor, rows: list[Row], depths: int) -> list[Tensor]:
+    """All anchors and depths in one forward; ids [B, L], aux [B, L, 3H] -> per row [anchors, K]."""
     size = ids.shape[1] - 1
-    kept = torch.zeros(len(rows), size, depths, dtype=torch.bool, device=device)
+    kept = torch.zeros(len(rows), size, depths, dtype=torch.bool, device=ids.device)
     for index, row in enumerate(rows):
-        ids[index, : lengths[index]] = torch.tensor(row.ids, device=device)
-        kept[index, len(row.prompt) - 1 : lengths[index] - 1] = True
-    mask = torch.arange(ids.shape[1], device=device) < torch.tensor(lengths, device=device)[:, None]
-    states = target.states(ids, mask.long())
-    elements = pack_elements(kept)
-    hidden = draft(ids[:, 1:], states.aux[:, :size], CrossDepthAttention(elements, size))
-    proposals: list[dict[int, list[int]]] = []
+        kept[index, len(row.prompt) - 1 : len(row.ids) - 1] = True
+    hidden = draft(ids[:, 1:], aux[:, :size], CrossDepthAttention(pack_elements(kept), size))
+    proposed: list[Tensor] = []
     for index, row in enumerate(rows):
-        count = lengths[index] - len(row.prompt)  # anchors
-        ground = hidden[index, len(row.prompt) - 1 : lengths[index] - 1, None]  # [count, 1, H]
+        count = len(row.continuation)  # anchors
+        ground = hidden[index, len(row.prompt) - 1 : len(row.ids) - 1, None]  # [count, 1, H]
         chain = hidden[index, size : size + count * (depths - 1)].unflatten(0, (count, depths - 1))
-        tokens = _to_target_ids(draft, draft.lm_head(torch.cat((ground, chain), dim=1)).argmax(-1))
-        proposals.append({len(row.prompt) - 1 + i: line for i, line in enumerate(tokens.tolist())})
-    return proposals
-
-
-def _to_target_ids(draft: PEagleDraft, tokens: Tensor) -> Tensor:
-    ids = draft.vocab_ids()
-    return tokens if ids is None else ids[tokens]
+        proposed.append(draft.choose(torch.cat((ground, chain), dim=1)))
+    return proposed
 
 
 def walk(row: Row, proposals: dict[int, list[int]], stops: frozenset[int], max_new_tokens: int) -> Counts:
@@ -221,6 +250,8 @@ def read_job(path: Path) -> Job:
         job = Job(**read_json(path))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"no usable job ({error})", where=str(path), remedy=remedy) from error
+    if not isinstance(job.chat_template_kwargs, Mapping):
+        raise ConfigError("chat_template_kwargs is no object", where=str(path), remedy="give a JSON object, such as {}")
     if job.dtype not in DTYPES:
         raise ConfigError(f"dtype {job.dtype!r}", where=str(path), remedy=f"one of {', '.join(DTYPES)}")
     if min(job.num_prompts, job.max_new_tokens, job.num_speculative_tokens) < 1:

@@ -9,7 +9,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Callable
 
-from nemo_automodel.components.speculative.bench.metrics import SpecDecodeCounters
+from nemo_automodel.components.datasets.rows import ChatRow
+from nemo_automodel.components.speculative.bench.metrics import (
+    acceptance_length,
+    acceptance_rate,
+    per_position,
+    tokens_per_step_overall,
+    useful_tokens_per_step,
+)
 from nemo_automodel.components.speculative.bench.parity import (
     WHERE_TO_LOOK,
     ParityJob,
@@ -21,7 +28,6 @@ from nemo_automodel.components.speculative.bench.parity import (
 )
 from nemo_automodel.components.speculative.bench.workload import (
     WHERE,
-    Messages,
     WorkloadResult,
     ask,
     load_prompts,
@@ -29,6 +35,7 @@ from nemo_automodel.components.speculative.bench.workload import (
 )
 from nemo_automodel.components.speculative.serve.client import ServerClient
 from nemo_automodel.components.speculative.serve.command import build_baseline_command, build_command
+from nemo_automodel.components.speculative.serve.counters import SpecDecodeCounters
 from nemo_automodel.components.speculative.serve.launch import interruptible, running_server
 from nemo_automodel.components.speculative.serve.port import find_port
 from nemo_automodel.components.speculative.serve.types import Exported, Fixups, LaunchCommand, ServerInfo, ServeSpec
@@ -41,14 +48,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class BenchmarkJob:
-    """Everything the benchmark needs; logs and the parity files go into `job_dir`."""
+    """Everything the benchmark needs; logs and parity files go into `job_dir`. `spec.target` is absolute or a Hub id."""
 
     spec: ServeSpec
     fixups: Fixups
     exported: Exported
     release: VllmRelease
-    python: str
-    target: str  # the target's folder or Hub id, as the servers get it
     job_dir: Path
 
 
@@ -106,7 +111,7 @@ def run_benchmark(
         raise ConfigError(
             "no prompts to ask", where=WHERE, remedy=f"add {WHERE}=rows.jsonl, or data.validation=rows.jsonl"
         )
-    prompts = load_prompts(bench.prompts, bench.num_prompts)
+    prompts = load_prompts(bench.prompts, bench.num_prompts, split=bench.split, column=bench.column)
     with interruptible():
         served = _measure(job, "speculative", prompts, say, on_server)
         baseline = _measure(job, "baseline", prompts, say) if bench.baseline else None
@@ -132,11 +137,11 @@ def check_gate(result: BenchmarkResult, minimum: float | None) -> None:
 
 def _command(job: BenchmarkJob, kind: str, port: int) -> LaunchCommand:
     if kind == "speculative":
-        return build_command(job.exported.dir, job.fixups, job.spec, job.release, job.python, port, os.environ)
+        return build_command(job.exported.dir, job.fixups, job.spec, job.release, job.spec.python, port, os.environ)
     return build_baseline_command(
         job.spec,
         job.release,
-        job.python,
+        job.spec.python,
         port,
         ngram=kind == "ngram",
         num_speculative_tokens=job.fixups.num_speculative_tokens,
@@ -147,7 +152,7 @@ def _command(job: BenchmarkJob, kind: str, port: int) -> LaunchCommand:
 def _measure(
     job: BenchmarkJob,
     kind: str,
-    prompts: tuple[Messages, ...],
+    prompts: tuple[ChatRow, ...],
     say: Say,
     on_server: Callable[[LaunchCommand, ServerInfo], None] | None = None,
 ) -> _Measured:
@@ -163,9 +168,15 @@ def _measure(
     ):
         if on_server:
             on_server(command, info)
-        ask(client, prompts[0], bench.max_new_tokens)  # warm-up, not counted
+        ask(client, prompts[0], bench.max_new_tokens, bench.chat_template_kwargs)  # warm-up, not counted
         before = _settled_counters(client)
-        work = run_workload(client, prompts, max_new_tokens=bench.max_new_tokens, concurrency=bench.concurrency)
+        work = run_workload(
+            client,
+            prompts,
+            max_new_tokens=bench.max_new_tokens,
+            concurrency=bench.concurrency,
+            template_kwargs=bench.chat_template_kwargs,
+        )
         after = _settled_counters(client)
     say(f"{kind}: {work.output_tokens} tokens in {work.seconds:.1f} s, {work.tokens_per_s:.1f} tokens/s")
     return _Measured(work, after - before if before and after else after)
@@ -185,7 +196,7 @@ def _settled_counters(client: ServerClient) -> SpecDecodeCounters | None:
 
 
 def _predict(
-    job: BenchmarkJob, prompts: tuple[Messages, ...], served: SpecDecodeCounters, say: Say
+    job: BenchmarkJob, prompts: tuple[ChatRow, ...], served: SpecDecodeCounters, say: Say
 ) -> Prediction | None:
     if form := unpredictable(job.fixups):
         say(f"warning: nothing is predicted: the reference decoder does not know {form}")
@@ -194,13 +205,14 @@ def _predict(
     say(f"reference decoder: the same prompts in {dtype}")
     parity = ParityJob(
         job_dir=job.job_dir,
-        target=job.target,
+        target=job.spec.target,
         draft=job.exported.dir,
         prompts=prompts,
         max_new_tokens=job.spec.benchmark.max_new_tokens,
         num_speculative_tokens=job.fixups.num_speculative_tokens,
         dtype=dtype,
         trust_remote_code=job.spec.trust_remote_code,
+        template_kwargs=job.spec.benchmark.chat_template_kwargs,
     )
     prediction = compare(predict(parity), served, dtype)
     if not prediction.agrees:
@@ -214,11 +226,11 @@ def _result(
     counters, work = served.counters, served.work
     same = baseline and sum(a.text == b.text for a, b in zip(work.answers, baseline.work.answers, strict=True))
     return BenchmarkResult(
-        acceptance_length=counters.acceptance_length,
-        acceptance_rate=counters.acceptance_rate,
-        acceptance_per_position=counters.per_position,
+        acceptance_length=acceptance_length(counters),
+        acceptance_rate=acceptance_rate(counters),
+        acceptance_per_position=per_position(counters),
         num_drafts=counters.num_drafts,
-        useful_tokens_per_step=counters.useful_tokens_per_step(work.output_tokens, len(work.answers)),
+        useful_tokens_per_step=useful_tokens_per_step(counters, work.output_tokens, len(work.answers)),
         tokens_per_s=work.tokens_per_s,
         baseline_tokens_per_s=baseline.work.tokens_per_s if baseline else None,
         speedup=work.tokens_per_s / baseline.work.tokens_per_s if baseline else None,
@@ -226,7 +238,7 @@ def _result(
         output_tokens=work.output_tokens,
         k=job.fixups.num_speculative_tokens,
         text_equal=same,
-        ngram_acceptance_length=ngram.counters.acceptance_length if ngram and ngram.counters else None,
+        ngram_acceptance_length=acceptance_length(ngram.counters) if ngram and ngram.counters else None,
         ngram_tokens_per_step=_ngram_tokens_per_step(ngram),
         ngram_tokens_per_s=ngram.work.tokens_per_s if ngram else None,
         predicted=None,
@@ -236,4 +248,4 @@ def _result(
 def _ngram_tokens_per_step(ngram: _Measured | None) -> float | None:
     if ngram is None or ngram.counters is None:
         return None
-    return ngram.counters.tokens_per_step_overall(ngram.work.output_tokens, len(ngram.work.answers))
+    return tokens_per_step_overall(ngram.counters, ngram.work.output_tokens, len(ngram.work.answers))

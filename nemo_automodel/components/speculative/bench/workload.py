@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Mapping
 
 import httpx
 
-from nemo_automodel.components.datasets.rows import load_rows
+from nemo_automodel.components.datasets.rows import ChatRow, load_rows
 from nemo_automodel.components.speculative.serve.client import ServerClient
 from nemo_automodel.errors import DataError, LaunchError
 
 WHERE = "serve.benchmark.prompts"
-
-Messages = tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -45,16 +43,20 @@ class WorkloadResult:
         return self.output_tokens / self.seconds
 
 
-def load_prompts(path: str, num_prompts: int) -> tuple[Messages, ...]:
+def load_prompts(
+    path: str, num_prompts: int, *, split: str = "train", column: str | None = None
+) -> tuple[ChatRow, ...]:
     """The first conversations of a chat data set (any form that training reads), each up to its last answer.
+
+    `split` and `column` as in `load_rows`; a row's tools stay with it.
 
     Raises:
         DataError: nothing readable there, a row is no conversation, or no row has anything to ask.
     """
-    prompts: list[Messages] = []
-    for row in load_rows(path, where=WHERE):
+    prompts: list[ChatRow] = []
+    for row in load_rows(path, where=WHERE, split=split, column=column):
         if messages := _cut_answer(row.messages):
-            prompts.append(messages)
+            prompts.append(replace(row, messages=messages))
         if len(prompts) == num_prompts:
             break
     if not prompts:
@@ -62,14 +64,19 @@ def load_prompts(path: str, num_prompts: int) -> tuple[Messages, ...]:
     return tuple(prompts)
 
 
-def _cut_answer(messages: Messages) -> Messages:
+def _cut_answer(messages: tuple[Mapping[str, Any], ...]) -> tuple[Mapping[str, Any], ...]:
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     return messages
 
 
 def run_workload(
-    client: ServerClient, prompts: tuple[Messages, ...], *, max_new_tokens: int, concurrency: int
+    client: ServerClient,
+    prompts: tuple[ChatRow, ...],
+    *,
+    max_new_tokens: int,
+    concurrency: int,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> WorkloadResult:
     """Ask every prompt, `concurrency` at a time; all answers in order.
 
@@ -78,7 +85,7 @@ def run_workload(
     """
     start = time.perf_counter()
     with ThreadPoolExecutor(max_workers=concurrency) as pool:
-        pending = [pool.submit(ask, client, messages, max_new_tokens) for messages in prompts]
+        pending = [pool.submit(ask, client, row, max_new_tokens, template_kwargs) for row in prompts]
         try:
             answers = tuple(future.result() for future in pending)
         except BaseException:
@@ -88,7 +95,9 @@ def run_workload(
     return WorkloadResult(answers, time.perf_counter() - start)
 
 
-def ask(client: ServerClient, messages: Messages, max_new_tokens: int) -> Answer:
+def ask(
+    client: ServerClient, row: ChatRow, max_new_tokens: int, template_kwargs: Mapping[str, Any] | None = None
+) -> Answer:
     """Ask one prompt.
 
     Raises:
@@ -96,7 +105,7 @@ def ask(client: ServerClient, messages: Messages, max_new_tokens: int) -> Answer
     """
     start = time.perf_counter()
     try:
-        reply = client.chat(list(messages), max_new_tokens)
+        reply = client.chat(row.messages, max_new_tokens, tools=row.tools, template_kwargs=template_kwargs)
     except httpx.HTTPError as error:
         raise LaunchError(
             f"the server failed on a prompt: {error or type(error).__name__}",

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nemo_automodel.components.speculative.draft.eagle3 import Eagle3Draft
+from nemo_automodel.components.speculative.draft.network import DraftNetwork
 from nemo_automodel.components.speculative.draft.peagle import PEagleDraft
 from nemo_automodel.components.speculative.draft.spec import DraftSpec
 from nemo_automodel.errors import ResolveError
@@ -43,7 +46,7 @@ def save_draft(folder: Path, draft: PEagleDraft, spec: DraftSpec, dtype: torch.d
 
 
 def load_draft(folder: Path) -> tuple[PEagleDraft, DraftSpec]:
-    """Read a draft in either form, as fp32 on the CPU.
+    """Read a P-EAGLE draft in either form, as fp32 on the CPU.
 
     `hidden_norm` of layers after the first may be absent (NeMo Automodel writes none, nothing reads it).
 
@@ -52,15 +55,44 @@ def load_draft(folder: Path) -> tuple[PEagleDraft, DraftSpec]:
     """
     spec = load_spec(folder)
     draft = PEagleDraft(spec)
-    wanted = draft.state_dict()
+    _fill(draft, folder)
+    return draft, spec
+
+
+def load_exported(folder: Path) -> DraftNetwork:
+    """Read an exported draft, P-EAGLE or EAGLE-3, as fp32 on the CPU.
+
+    Raises:
+        ResolveError: no draft there, or tensor names or shapes that do not fit its config.
+    """
+    config = _read_config(folder)
+    if config.get("parallel_drafting", "pard_token" in config or "mask_token_id" in config):
+        return load_draft(folder)[0]
+    # what only parallel drafts have: one depth per forward, and no mask slot that an id could stand for
+    spec = _spec(config | {"num_depths": 1, "mask_token_id": 0}, folder)
+    draft = Eagle3Draft(spec, norm_output=bool(config.get("norm_output")))
+    _fill(draft, folder)
+    return draft
+
+
+def read_sliding_window(folder: Path) -> int | None:
+    """Tokens that the layers of a draft see at most; None when they see all."""
+    config = _read_config(folder)
+    return config.get("sliding_window") if "sliding_attention" in (config.get("layer_types") or []) else None
+
+
+def _fill(draft: DraftNetwork, folder: Path) -> None:
+    """Load the folder's tensors into the draft, or say which do not fit."""
+    spec, wanted = draft.spec, draft.state_dict()
     found = canonical_names(read_tensors(folder), folder)
     optional = {f"model.layers.{i}.hidden_norm.weight" for i in range(1, spec.num_layers)}
     if spec.draft_vocab_size == spec.vocab_size:
         found = {name: t for name, t in found.items() if name not in ("d2t", "t2d")}  # the identity
     wrong = [f"missing {name}" for name in sorted(wanted.keys() - found.keys() - optional - {"t2d"})]
     wrong += [f"unknown {name}" for name in sorted(found.keys() - wanted.keys())]
-    if "mask_hidden" in found and found["mask_hidden"].numel() == draft.mask_hidden.numel():
-        found["mask_hidden"] = found["mask_hidden"].view_as(draft.mask_hidden)
+    mask = wanted.get("mask_hidden")
+    if mask is not None and "mask_hidden" in found and found["mask_hidden"].numel() == mask.numel():
+        found["mask_hidden"] = found["mask_hidden"].view_as(mask)
     wrong += [
         f"{name} {list(t.shape)} instead of {list(wanted[name].shape)}"
         for name, t in found.items()
@@ -71,7 +103,6 @@ def load_draft(folder: Path) -> tuple[PEagleDraft, DraftSpec]:
     draft.load_state_dict(found, strict=False)  # names were compared above
     if "d2t" in found:
         draft.t2d.zero_()[draft.vocab_ids()] = True
-    return draft, spec
 
 
 def load_spec(folder: Path) -> DraftSpec:
@@ -80,10 +111,19 @@ def load_spec(folder: Path) -> DraftSpec:
     Raises:
         ResolveError: there is none, or a key is missing.
     """
+    return _spec(_read_config(folder), folder)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        return DraftSpec.from_config(read_json(folder / "config.json"))
+        return read_json(folder / "config.json")
     except (OSError, ValueError) as error:
         raise _refuse(folder, f"no readable config.json ({error})") from error
+
+
+def _spec(config: dict[str, Any], folder: Path) -> DraftSpec:
+    try:
+        return DraftSpec.from_config(config)
     except KeyError as error:
         raise _refuse(folder, f"config.json has no {error}") from error
 
@@ -105,10 +145,11 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def canonical_names(tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """Names as `PEagleDraft` has them, from either form."""
+    """Names as `DraftNetwork` has them, from either form."""
     named: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         new = name if name in TOP_LEVEL else "model." + name.removeprefix("model.")
+        new = new.replace("model.midlayer.", "model.layers.0.")  # the first EAGLE-3 trainer's name
         if new in named:
             raise _refuse(folder, f"two tensors would be {new}")
         named[new] = tensor
@@ -117,7 +158,7 @@ def canonical_names(tensors: dict[str, Tensor], folder: Path) -> dict[str, Tenso
 
 def _refuse(folder: Path, found: str) -> ResolveError:
     return ResolveError(
-        f"not a P-EAGLE draft that can be read: {found}",
+        f"not a draft that can be read: {found}",
         where=str(folder),
         remedy="name an exported draft or a model/ folder",
     )

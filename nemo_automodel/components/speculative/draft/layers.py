@@ -35,7 +35,18 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
-def build_rotary(spec: DraftSpec) -> LlamaRotaryEmbedding:
+class Rotary(LlamaRotaryEmbedding):
+    """HF's tables, whose frequencies stay fp32 when the module's weights are cast (bf16 is a radian off at 1,000)."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        exact = {name: buffer for name, buffer in self.named_buffers()}
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            setattr(self, name, buffer.to(getattr(self, name).device))  # a device is followed, a dtype is not
+        return self
+
+
+def build_rotary(spec: DraftSpec) -> Rotary:
     """Rotary tables in HF's convention (halves rotated, not pairs), scaling included.
 
     Raises:
@@ -56,18 +67,27 @@ def build_rotary(spec: DraftSpec) -> LlamaRotaryEmbedding:
         max_position_embeddings=spec.max_position_embeddings,
         rope_parameters={**scaling, "rope_type": kind, "rope_theta": spec.rope.theta},
     )
-    return LlamaRotaryEmbedding(config)
+    return Rotary(config)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate halves. x [B, N, heads, D]; cos, sin [B, N, 1, D]."""
+    """Rotate halves. x [B, N, heads, D]; cos, sin [B, N, 1, D] in fp32; the result has x's dtype.
+
+    As vLLM 0.32 does (`model_executor/layers/rotary_embedding/base.py`): tables are made in fp32 and rounded to the
+    model's dtype, the sums are in fp32.
+    """
     half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + turned * sin
+    wide = x.float()
+    turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
+    cos, sin = cos.to(x.dtype).float(), sin.to(x.dtype).float()
+    return (wide * cos + turned * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Projections of one attention layer; which elements see which is `attend`'s business."""
+    """Projections of one attention layer; which elements see which is `attend`'s business.
+
+    With `spec.qk_norm`, queries and keys are normalised per head before rope (vLLM's `qwen3_eagle3.py`).
+    """
 
     def __init__(self, spec: DraftSpec, input_size: int) -> None:
         super().__init__()
@@ -76,13 +96,15 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, spec.num_key_value_heads * spec.head_dim, bias=False)
         self.v_proj = nn.Linear(input_size, spec.num_key_value_heads * spec.head_dim, bias=False)
         self.o_proj = nn.Linear(spec.num_attention_heads * spec.head_dim, spec.hidden_size, bias=False)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, N, input] -> q [B, N, heads, D], k and v [B, N, kv_heads, D], not rotated."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return q, k, v
+        return self.q_norm(q), self.k_norm(k), v
 
 
 class MLP(nn.Module):

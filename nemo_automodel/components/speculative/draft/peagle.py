@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from nemo_automodel.components.speculative.draft.layers import DraftLayer, RMSNorm, apply_rotary, build_rotary
+from nemo_automodel.components.speculative.draft.layers import apply_rotary
+from nemo_automodel.components.speculative.draft.network import DraftNetwork
 from nemo_automodel.components.speculative.draft.spec import DraftSpec
 
 if TYPE_CHECKING:
@@ -17,39 +18,12 @@ if TYPE_CHECKING:
 MASK_STD = 0.02
 
 
-class DraftModel(nn.Module):
-    """The weights that lie under `model.` in the checkpoint."""
+class PEagleDraft(DraftNetwork):
+    """The network and the mask slot's state, which stands where the target's is not known yet."""
 
     def __init__(self, spec: DraftSpec) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.fc = nn.Linear(3 * spec.target_hidden_size, spec.hidden_size, bias=False)
-        self.layers = nn.ModuleList(DraftLayer(spec, index) for index in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-
-
-class PEagleDraft(nn.Module):
-    """Names of parameters and buffers are the checkpoint's (design section 3).
-
-    `d2t` [draft_vocab] int64 (target id = i + d2t[i]) and `t2d` [V] bool exist when the draft vocabulary is reduced.
-    """
-
-    def __init__(self, spec: DraftSpec) -> None:
-        super().__init__()
-        self.spec = spec
-        self.model = DraftModel(spec)
-        self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
+        super().__init__(spec)
         self.mask_hidden = nn.Parameter(MASK_STD * torch.randn(1, 1, 3 * spec.target_hidden_size))
-        self.rotary = build_rotary(spec)
-        if spec.draft_vocab_size < spec.vocab_size:
-            self.register_buffer("d2t", torch.zeros(spec.draft_vocab_size, dtype=torch.int64))
-            self.register_buffer("t2d", torch.arange(spec.vocab_size) < spec.draft_vocab_size)
-
-    def vocab_ids(self) -> Tensor | None:
-        """Target ids of the draft vocabulary's rows [draft_vocab]; None when the vocabulary is full."""
-        if self.spec.draft_vocab_size == self.spec.vocab_size:
-            return None
-        return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
 
     def forward(
         self, next_ids: Tensor, aux: Tensor, attention: CrossDepthAttention, select: Tensor | None = None
@@ -65,7 +39,7 @@ class PEagleDraft(nn.Module):
         Returns:
             [len(select), H], or [B, T + M, H]: depth-0 elements first.
         """
-        cos, sin = self._angles(attention.positions, aux.device)
+        cos, sin = self.angles(attention.positions)
         fused, residual = self._inputs(next_ids, aux)
         depth0, chain = next_ids.shape[1], attention.num_chain
         for index, layer in enumerate(self.model.layers):
@@ -74,7 +48,7 @@ class PEagleDraft(nn.Module):
             if index == 0:  # every mask slot has one and the same input: project it once, then repeat it
                 batch = next_ids.shape[0]
                 q, k, v, residual = (_spread(t, batch, depth0, chain) for t in (q, k, v, residual))
-            attended = attention(apply_rotary(q, cos, sin).to(v.dtype), apply_rotary(k, cos, sin).to(v.dtype), v)
+            attended = attention(apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
             if select is not None and index == len(self.model.layers) - 1:  # elsewhere all are needed as keys
                 attended, residual = attended.flatten(0, 1)[select], residual.flatten(0, 1)[select]
             residual = layer.finish(attended, residual)
@@ -86,12 +60,6 @@ class PEagleDraft(nn.Module):
         ids = torch.cat((next_ids.flatten(), next_ids.new_tensor([self.spec.mask_token_id])))
         states = torch.cat((aux.flatten(0, 1).to(weight.dtype), self.mask_hidden.flatten(0, 1).to(weight.dtype)))
         return self.model.layers[0].fuse(self.model.embed_tokens(ids)[None], self.model.fc(states)[None])
-
-    def _angles(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, T + M, 1, D] in fp32."""
-        probe = torch.empty(0, dtype=torch.float32, device=device)
-        cos, sin = self.rotary(probe, positions)
-        return cos.unsqueeze(2), sin.unsqueeze(2)
 
 
 def _spread(rows: Tensor, batch: int, depth0: int, chain: int) -> Tensor:

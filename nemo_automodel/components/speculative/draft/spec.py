@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Mapping
 
 ARCHITECTURE = "LlamaEagle3DraftModel"
+QK_NORM_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"  # vLLM's layers with q_norm and k_norm
 
 
 def default_aux_layer_ids(num_target_layers: int) -> tuple[int, int, int]:
@@ -59,7 +60,7 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """Shape and convention of one P-EAGLE draft; sizes in elements."""
+    """Shape and convention of one draft; sizes in elements."""
 
     hidden_size: int  # H
     target_hidden_size: int  # H of the target; fc takes 3 of these
@@ -80,6 +81,7 @@ class DraftSpec:
     down_sample_ratio_min: float
     dtype: str = "float32"  # of the saved weights: "float32" or "bfloat16"
     norm_before_residual: bool = False
+    qk_norm: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -87,8 +89,8 @@ class DraftSpec:
     def to_config(self) -> dict[str, Any]:
         """The dict for `config.json`; no nulls, no `quantization_config`, no `layer_types`."""
         config: dict[str, Any] = {
-            "architectures": [ARCHITECTURE],
-            "model_type": "llama",
+            "architectures": [QK_NORM_ARCHITECTURE if self.qk_norm else ARCHITECTURE],
+            "model_type": "qwen3" if self.qk_norm else "llama",
             "parallel_drafting": True,
             "num_depths": self.num_depths,
             "down_sample_ratio": self.down_sample_ratio,
@@ -116,7 +118,7 @@ class DraftSpec:
             "dtype": self.dtype,
             **self.rope.to_config(),
         }
-        tokens = {"bos_token_id": self.bos_token_id, "eos_token_id": self.eos_token_id, "pad_token_id": self.pad_token_id}
+        tokens = {key: getattr(self, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         return config | {key: value for key, value in tokens.items() if value is not None}
 
     @classmethod
@@ -146,6 +148,7 @@ class DraftSpec:
             down_sample_ratio_min=config.get("down_sample_ratio_min", 1.0),
             dtype=config.get("dtype", "float32"),
             norm_before_residual=bool(config.get("norm_before_residual", False)),
+            qk_norm=QK_NORM_ARCHITECTURE in config.get("architectures", []),
             bos_token_id=config.get("bos_token_id"),
             eos_token_id=config.get("eos_token_id"),
             pad_token_id=config.get("pad_token_id"),

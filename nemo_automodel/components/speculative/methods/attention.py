@@ -52,7 +52,10 @@ class CrossDepthAttention:
         q, k, v = (t.transpose(1, 2) for t in (q, _repeat(k, groups), _repeat(v, groups)))  # [B, heads, T + M, D]
         size = self.depth0
         outs = [F.scaled_dot_product_attention(q[:, :, :size], k[:, :, :size], v[:, :, :size], is_causal=True)]
-        outs += [checkpoint(self._chunk, q, k, v, *bounds, use_reentrant=False) for bounds in self.chunks]
+        outs += [  # nothing here is random, so the backward pass needs no copy of the RNG's state
+            checkpoint(self._chunk, q, k, v, *bounds, use_reentrant=False, preserve_rng_state=False)
+            for bounds in self.chunks
+        ]
         return torch.cat(outs, dim=2).transpose(1, 2)
 
     def _chunk(self, q: Tensor, k: Tensor, v: Tensor, low: int, start: int, end: int, prefix: int) -> Tensor:

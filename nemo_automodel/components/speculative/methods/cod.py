@@ -27,13 +27,6 @@ class DepthElements:
         """[B, M] bool: not padding."""
         return self.depths > 0
 
-    def at_depth(self, depth: int) -> tuple[Tensor, Tensor]:
-        """Rows and anchors [N], [N] of the supervised elements of one depth, ascending."""
-        if depth == 0:
-            return self.supervised.nonzero(as_tuple=True)
-        rows, slots = (self.depths == depth).nonzero(as_tuple=True)
-        return rows, self.anchors[rows, slots]
-
 
 def keep_fraction(depth: int, ratio: float, ratio_min: float) -> float:
     """The fraction of supervised positions that depth d keeps: max(ratio ** d, ratio_min)."""

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import httpx
 
-from nemo_automodel.components.speculative.bench.metrics import SpecDecodeCounters, parse_counters
+from nemo_automodel.components.speculative.serve.counters import SpecDecodeCounters, parse_counters
 
 
 class ServerClient:
@@ -43,13 +43,25 @@ class ServerClient:
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         return self._post("/v1/completions", body)
 
-    def chat(self, messages: list[Mapping[str, Any]], max_tokens: int) -> dict[str, Any]:
-        """One greedy /v1/chat/completions.
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_tokens: int,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """One greedy /v1/chat/completions. `tools` are in the prompt, but the answer is text, never a parsed call.
 
         Raises:
             httpx.HTTPError: no answer, or an error status (its text is in the message).
         """
-        return self._post("/v1/chat/completions", {"messages": messages, "max_tokens": max_tokens, "temperature": 0})
+        body: dict[str, Any] = {"messages": list(messages), "max_tokens": max_tokens, "temperature": 0}
+        if tools:
+            body |= {"tools": list(tools), "tool_choice": "none"}
+        if template_kwargs:
+            body["chat_template_kwargs"] = dict(template_kwargs)
+        return self._post("/v1/chat/completions", body)
 
     def counters(self) -> SpecDecodeCounters | None:
         """The speculation counters of our model; None when the server keeps none."""

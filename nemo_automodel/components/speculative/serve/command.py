@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, Mapping
 
+from nemo_automodel.components.speculative.serve.secret_names import is_secret_name, secret_keys, shell_remedy
 from nemo_automodel.components.speculative.serve.types import Fixups, LaunchCommand, ServeSpec
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
 from nemo_automodel.errors import ConfigError
@@ -44,7 +45,6 @@ ALWAYS_UNSET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_
 _DISTRIBUTED = re.compile(
     r"^(TORCHELASTIC_\w+|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_(RANK|NAME|WORLD_SIZE)|SLURM_(PROCID|LOCALID|NTASKS|NODEID))$"
 )
-_SECRET = re.compile(r"(API_?KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$", re.IGNORECASE)
 _ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 _FLAG = re.compile(r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$")
 
@@ -131,9 +131,8 @@ def _server_env(spec: ServeSpec, release: VllmRelease, inherited: Mapping[str, s
             raise ConfigError(
                 f"{name!r} is no environment variable", where="serve.env", remedy="use letters, digits and _"
             )
-        if _SECRET.search(name):
-            remedy = f"export {name} in the shell instead: the server inherits it and it is never printed"
-            raise ConfigError(f"{name} is a secret", where=f"serve.env.{name}", remedy=remedy)
+        if is_secret_name(name):
+            raise ConfigError(f"{name} is a secret", where=f"serve.env.{name}", remedy=shell_remedy(name))
     name = "VLLM_CPU_KVCACHE_SPACE"
     if release.cpu and name not in env and "kv-cache-memory-bytes" not in {_flag(key) for key in spec.extra_args}:
         # without it vLLM takes gpu_memory_utilization of all RAM
@@ -155,6 +154,7 @@ def extra_flags(extra_args: Mapping[str, Any], release: VllmRelease) -> list[str
     for key, value in extra_args.items():
         flag = _flag(key)
         _refuse_flag(key, flag, release)
+        _refuse_value(key, flag, value)
         if value is None:
             continue
         if isinstance(value, bool):
@@ -176,12 +176,22 @@ def _refuse_flag(key: str, flag: str, release: VllmRelease) -> None:
         )
     if bare in MANAGED:
         raise ConfigError(f"--{flag} is managed here", where=where, remedy=f"set {MANAGED[bare]} instead")
-    if _SECRET.search(bare.replace("-", "_")):
-        remedy = "export VLLM_API_KEY in the shell: the server inherits it and it is never printed"
-        raise ConfigError(f"--{flag} would put a secret on the command line", where=where, remedy=remedy)
+    if is_secret_name(bare):
+        raise ConfigError(f"--{flag} would put a secret on the command line", where=where, remedy=shell_remedy(bare))
     if flag in release.removed_flags:
         found = f"vLLM {release.version} has no --{flag}"
         raise ConfigError(found, where=where, remedy="leave it out: that is off by default")
+
+
+def _refuse_value(key: str, flag: str, value: Any) -> None:
+    where = f"serve.extra_args.{key}"
+    for inner in secret_keys(value, where):
+        found = f"{inner.rpartition('.')[2]} would put a secret on the command line"
+        raise ConfigError(found, where=inner, remedy=shell_remedy(inner.rpartition(".")[2]))
+    if flag == "disable-log-stats" and value:
+        raise ConfigError(
+            f"--{flag} takes the counters away that prove speculation", where=where, remedy="leave it out"
+        )
 
 
 def command_warnings(spec: ServeSpec, environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ class ExportPlan:
     weight_bytes: int  # size of the exported weights file
     model_dir: Path
     sources: tuple[str, ...]  # files below model_dir whose bytes the export depends on
-    content: Mapping[str, Any]  # layout version, config, renames, dropped
+    content: Mapping[str, Any]  # layout version, config, renames, dropped, copies
     fixups: tuple[Mapping[str, Any], ...]  # for the manifest's reader; no part of freshness, wording may change
     notes: tuple[str, ...]
 
@@ -69,6 +69,7 @@ def plan_export(resolved: Resolved, fixups: Fixups, spec: ServeSpec, base_dir: P
         "config": dict(fixups.config),
         "renames": dict(fixups.renames),
         "dropped": list(fixups.dropped),
+        "copies": dict(fixups.copies),
     }
     changes = tuple(vars(change) for change in fixups.changes)
     end = max((segment.dest + segment.length for segment in segments), default=len(header))
@@ -109,22 +110,25 @@ def _label(model_dir: Path) -> str:
 def _layout(resolved: Resolved, fixups: Fixups) -> tuple[bytes, tuple[Segment, ...]]:
     kept = [tensor for tensor in resolved.tensors if tensor.name in fixups.renames]
     starts = {shard: read_safetensors_header(shard).data_start for shard in resolved.shards}
-    if len(resolved.shards) == 1 and len(kept) == len(read_safetensors_header(resolved.shards[0]).tensors):
+    one_shard = len(resolved.shards) == 1 and not fixups.copies
+    if one_shard and len(kept) == len(read_safetensors_header(resolved.shards[0]).tensors):
         whole = _whole_file(resolved.shards[0], kept, fixups, starts[resolved.shards[0]])
         if whole is not None:
             return whole
     # Widest dtype first keeps every tensor aligned to its element size, as safetensors' own writer does.
-    kept.sort(key=lambda t: (-DTYPE_BYTES[t.info.dtype], str(t.shard), t.info.begin))
+    named = [(fixups.renames[tensor.name], tensor) for tensor in kept]
+    named += [(name, tensor) for name, source in fixups.copies.items() for tensor in kept if tensor.name == source]
+    named.sort(key=lambda pair: (-DTYPE_BYTES[pair[1].info.dtype], str(pair[1].shard), pair[1].info.begin))
     placed: list[TensorInfo] = []
     at = 0
-    for tensor in kept:
+    for name, tensor in named:
         size = tensor.info.end - tensor.info.begin
-        placed.append(TensorInfo(fixups.renames[tensor.name], tensor.info.dtype, tensor.info.shape, at, at + size))
+        placed.append(TensorInfo(name, tensor.info.dtype, tensor.info.shape, at, at + size))
         at += size
     header = build_safetensors_header(placed, {"format": "pt"})
     segments = [
         Segment(tensor.shard, starts[tensor.shard] + tensor.info.begin, len(header) + info.begin, info.end - info.begin)
-        for tensor, info in zip(kept, placed, strict=True)
+        for (_, tensor), info in zip(named, placed, strict=True)
     ]
     return header, tuple(_merge(segments))
 

@@ -13,12 +13,20 @@ from nemo_automodel.components.speculative.serve.types import Fixups, Resolved, 
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
 
 
-def plan_fixups(resolved: Resolved, release: VllmRelease, target: TargetFacts | None, spec: ServeSpec) -> Fixups:
+def plan_fixups(
+    resolved: Resolved,
+    release: VllmRelease,
+    target: TargetFacts | None,
+    spec: ServeSpec,
+    *,
+    exporting: bool = False,
+) -> Fixups:
     """The config to write, the renames and what is left out; or every problem at once.
 
     The plain format with `LlamaForCausalLMEagle3` loads in every vLLM from 0.14 to 0.33 (read in their
     `vllm/model_executor/models/llama_eagle3.py`), so there is one export and no per-release one. With `target=None`
-    (printing, offline) the checks against the target are skipped.
+    (printing, offline) the checks against the target are skipped; with `exporting` those of options that only a server
+    has (parallel sizes, method, room in the scheduler), which leave the export as it is.
 
     Raises:
         FixupError: the draft cannot be served; all reasons in one line.
@@ -34,15 +42,16 @@ def plan_fixups(resolved: Resolved, release: VllmRelease, target: TargetFacts | 
     rope.fix_positions(ledger, target, spec)
     config.fix_mask_token(ledger, parallel)
     config.fix_aux_layers(ledger, target, release)
+    vocab.untie(ledger, names)
     vocab.fix_vocabulary(ledger, names)
     tensors.fix_mask_hidden(ledger, names, parallel, release)
     tensors.check_weights(ledger, names)
     config.clean(ledger, names)
     serving.check_target(ledger, names, target, release)
-    serving.check_parallel_sizes(ledger, target, spec)
     depth = serving.choose_depth(ledger, parallel, spec, resolved.recipe_depth)
-    serving.check_release(ledger, parallel, depth, release, spec)
-    serving.check_method(ledger, parallel, spec)
+    serving.check_release(ledger, parallel, release)
+    if not exporting:
+        serving.check_options(ledger, parallel, depth, release, target, spec)
     ledger.raise_problems(str(resolved.model_dir))
     return Fixups(
         config=dict(ledger.config),
@@ -52,4 +61,5 @@ def plan_fixups(resolved: Resolved, release: VllmRelease, target: TargetFacts | 
         warnings=tuple(ledger.warnings),
         parallel_drafting=parallel,
         num_speculative_tokens=depth,
+        copies=names.copies(),
     )

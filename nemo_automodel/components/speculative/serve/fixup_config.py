@@ -134,7 +134,7 @@ def _follow(ledger: Ledger, key: str, present: bool) -> None:
 
 
 def fix_mask_token(ledger: Ledger, parallel: bool) -> None:
-    """One id under each of the names that releases read (`VllmRelease.mask_token_keys`)."""
+    """One id under each of the names that releases read."""
     if not parallel:
         return
     found = {key: ledger.config[key] for key in _MASK_KEYS if ledger.config.get(key) is not None}
@@ -174,11 +174,7 @@ def fix_aux_layers(ledger: Ledger, target: TargetFacts | None, release: VllmRele
         found = f"eagle_aux_hidden_state_layer_ids is {list(ids)}, not distinct and ascending (vLLM sorts them)"
         ledger.problem(found, remedy="list them ascending, in the order of fc's columns")
         return
-    if ids[0] < 1 or (layers is not None and ids[-1] > layers - 1):
-        found = (
-            f"eagle_aux_hidden_state_layer_ids is {list(ids)}, the target has {layers or 'n'} layers: 1..n-1 is wanted"
-        )
-        ledger.problem(found, remedy="serve the draft with the target it was trained for (serve.target)")
+    if not _aux_in_range(ledger, ids, layers, release):
         return
     if len(ids) != 3 and not release.aux_count_free:
         found = f"{len(ids)} aux layers, vLLM {release.version} takes 3"
@@ -188,6 +184,26 @@ def fix_aux_layers(ledger: Ledger, target: TargetFacts | None, release: VllmRele
     ledger.set(
         "eagle_aux_hidden_state_layer_ids", list(ids), "vLLM reads the ids at the top level, else it guesses them"
     )
+
+
+def _aux_in_range(ledger: Ledger, ids: list[int], layers: int | None, release: VllmRelease) -> bool:
+    """0..n are layer inputs, n being what the last layer hands to the final norm; not every release takes the ends."""
+    if ids[0] < 0 or (layers is not None and ids[-1] > layers):
+        found = f"eagle_aux_hidden_state_layer_ids is {list(ids)}, the target's layer inputs are 0..{layers or 'n'}"
+        ledger.problem(found, remedy="serve the draft with the target it was trained for (serve.target)")
+        return False
+    last = None if layers is None else layers + release.aux_id_last_offset
+    if ids[0] < release.aux_id_min or (last is not None and ids[-1] > last):
+        takes = f"{release.aux_id_min}..{'n-1' if last is None else last}"
+        found = f"eagle_aux_hidden_state_layer_ids is {list(ids)}, vLLM {release.version} takes {takes}"
+        ledger.problem(found, remedy="use vLLM >= 0.18", where="serve.vllm.version", needs_newer_vllm=True)
+        return False
+    if layers is not None and ids[-1] == layers:
+        ledger.warn(
+            f"aux layer {layers} is the residual stream before the final norm in vLLM; a draft that was trained on "
+            f"Hugging Face's hidden_states[{layers}], which is behind it, is served wrongly"
+        )
+    return True
 
 
 def _named_aux(ledger: Ledger, layers: int | None) -> list[int] | None:

@@ -34,6 +34,11 @@ def check_target(ledger: Ledger, names: Names, target: TargetFacts | None, relea
     if hidden != target.hidden_size and not names.has("embed_tokens.weight"):
         found = f"the draft's hidden_size is {hidden}, the target's {target.hidden_size}, and it has no embed_tokens"
         ledger.problem(found, where=where, remedy="save the draft again with its embeddings")
+    check_family(ledger, target, release)
+
+
+def check_family(ledger: Ledger, target: TargetFacts, release: VllmRelease) -> None:
+    """Releases before 0.22 keep a list of target families."""
     allowed = release.target_allow_list
     if allowed is not None and not any(part in target.model_type for part in allowed):
         found = f"vLLM {release.version} does not take EAGLE-3 drafts for a {target.model_type} target"
@@ -63,13 +68,20 @@ def choose_depth(ledger: Ledger, parallel: bool, spec: ServeSpec, recipe_depth: 
     return asked
 
 
-def check_release(ledger: Ledger, parallel: bool, depth: int, release: VllmRelease, spec: ServeSpec) -> None:
-    """P-EAGLE needs a release that drafts in parallel, with room for the extra slots in its scheduler."""
-    if not parallel:
-        return
-    if not release.parallel_drafting:
+def check_release(ledger: Ledger, parallel: bool, release: VllmRelease) -> None:
+    """P-EAGLE needs a release that drafts in parallel."""
+    if parallel and not release.parallel_drafting:
         found = f"vLLM {release.version} cannot serve P-EAGLE (it ignores parallel_drafting without a word)"
         ledger.problem(found, where="serve.vllm.version", remedy="use vLLM >= 0.16", needs_newer_vllm=True)
+
+
+def check_options(
+    ledger: Ledger, parallel: bool, depth: int, release: VllmRelease, target: TargetFacts | None, spec: ServeSpec
+) -> None:
+    """What depends on the server's options alone: parallel sizes, method, and P-EAGLE's room in the scheduler."""
+    _check_parallel_sizes(ledger, target, spec)
+    _check_method(ledger, parallel, spec)
+    if not (parallel and release.parallel_drafting):
         return
     if spec.extra_args.get("disable_padded_drafter_batch"):
         ledger.problem(
@@ -79,7 +91,10 @@ def check_release(ledger: Ledger, parallel: bool, depth: int, release: VllmRelea
 
 
 def _check_budget(ledger: Ledger, depth: int, release: VllmRelease, spec: ServeSpec) -> None:
-    """0.17-0.27 set (K-1) x max_num_seqs aside from max_num_batched_tokens; later ones only K-1 (config/vllm.py)."""
+    """0.17-0.27 set (K-1) x max_num_seqs aside from max_num_batched_tokens; later ones only K-1 (config/vllm.py).
+
+    What the options leave open vLLM chooses by the GPU: only what fails on every kind is a problem.
+    """
     tokens, seqs = _count(spec, "max_num_batched_tokens"), _count(spec, "max_num_seqs")
     where = "serve.extra_args"
     if release.slot_budget == "per_step":
@@ -87,15 +102,19 @@ def _check_budget(ledger: Ledger, depth: int, release: VllmRelease, spec: ServeS
             found = f"max_num_batched_tokens={tokens} leaves no room for K={depth}"
             ledger.problem(found, where=where, remedy=f"give more than {depth - 1}")
         return
-    if not release.slot_budget.startswith("per_sequence"):
+    if release.slot_budget != "per_sequence":
         return
-    for default_tokens, default_seqs in _DEFAULT_BUDGETS:
-        budget, rows = tokens or default_tokens, seqs or default_seqs
-        if (depth - 1) * rows >= budget:
-            found = f"vLLM {release.version} sets (K-1) x max_num_seqs = {depth - 1} x {rows} of {budget} tokens aside"
-            fit = max(1, (budget - 1) // max(1, depth - 1))
-            ledger.problem(found, where=where, remedy=f"+serve.extra_args.max_num_seqs={min(fit, 64)}, or a smaller K")
-            return
+    budgets = [(tokens or own_tokens, seqs or own_seqs) for own_tokens, own_seqs in _DEFAULT_BUDGETS]
+    full = [(budget, rows) for budget, rows in budgets if (depth - 1) * rows >= budget]
+    if not full:
+        return
+    budget, rows = full[0]
+    found = f"vLLM {release.version} sets (K-1) x max_num_seqs = {depth - 1} x {rows} of {budget} tokens aside"
+    remedy = f"+serve.extra_args.max_num_seqs={min(max(1, (budget - 1) // (depth - 1)), 64)}, or a smaller K"
+    if len(full) == len(budgets):
+        ledger.problem(found, where=where, remedy=remedy)
+    else:  # vLLM chooses what is not given by the GPU, which is not known here
+        ledger.warn(f"{found} where those are its defaults for the GPU, and would not start: {remedy}")
 
 
 def _count(spec: ServeSpec, key: str) -> int | None:
@@ -106,7 +125,7 @@ def _count(spec: ServeSpec, key: str) -> int | None:
         return None  # vLLM's own parser also knows "8k"; it judges those itself
 
 
-def check_parallel_sizes(ledger: Ledger, target: TargetFacts | None, spec: ServeSpec) -> None:
+def _check_parallel_sizes(ledger: Ledger, target: TargetFacts | None, spec: ServeSpec) -> None:
     """The draft is always built with the target's TP group (report 2.2), so its sizes must divide by it."""
     tp, draft_tp = spec.tensor_parallel_size, spec.draft_tensor_parallel_size
     where = "serve.tensor_parallel_size"
@@ -140,7 +159,7 @@ def _divides(key: str, size: int, tp: int) -> bool:
     return size % tp == 0
 
 
-def check_method(ledger: Ledger, parallel: bool, spec: ServeSpec) -> None:
+def _check_method(ledger: Ledger, parallel: bool, spec: ServeSpec) -> None:
     """An override may name what the draft is (`eagle3` is vLLM's name for both kinds), nothing else."""
     fitting = ("eagle3", "peagle") if parallel else ("eagle3",)
     if spec.method is not None and spec.method not in fitting:

@@ -26,6 +26,7 @@ class Names:
 
     kept: dict[str, ShardTensor] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    copied: set[str] = field(default_factory=set)  # those of `kept` whose source is exported under another name as well
 
     def has(self, name: str) -> bool:
         return name in self.kept
@@ -47,7 +48,10 @@ class Names:
         ledger.changes.append(Fixup(f"tensor {source}", source, None, why))
 
     def renames(self) -> dict[str, str]:
-        return {tensor.name: name for name, tensor in self.kept.items()}
+        return {tensor.name: name for name, tensor in self.kept.items() if name not in self.copied}
+
+    def copies(self) -> dict[str, str]:
+        return {name: self.kept[name].name for name in sorted(self.copied)}
 
     def dropped(self) -> tuple[str, ...]:
         return tuple(sorted(self.left_out))

@@ -11,10 +11,28 @@ from array import array
 
 from nemo_automodel.components.speculative.serve.fixup_tensors import Names
 from nemo_automodel.components.speculative.serve.ledger import Ledger
-from nemo_automodel.components.speculative.serve.types import ShardTensor
+from nemo_automodel.components.speculative.serve.types import Fixup, ShardTensor
 from nemo_automodel.files import read_safetensors_header
 
 _CODES = {"I64": "q", "I32": "i"}
+
+
+def untie(ledger: Ledger, names: Names) -> None:
+    """A head that the config ties to the draft's own embeddings is written out: without an `lm_head.weight` vLLM takes
+    the target's, whatever `tie_word_embeddings` says (report 2.4; all of 0.14 to 0.33).
+
+    The embeddings stand in the export twice. Refusing such drafts would cost users a conversion for the same bytes.
+    """
+    if not ledger.config.get("tie_word_embeddings") or names.has("lm_head.weight"):
+        return
+    size, draft = ledger.config.get("vocab_size"), ledger.config.get("draft_vocab_size")
+    if not names.has("embed_tokens.weight") or draft not in (None, size):
+        return  # a reduced head cannot be tied: `check_weights` names it as missing
+    embed = names.kept["embed_tokens.weight"]
+    names.kept["lm_head.weight"] = embed
+    names.copied.add("lm_head.weight")
+    why = "tied to the draft's embeddings; vLLM would take the target's head"
+    ledger.changes.append(Fixup("tensor lm_head.weight", None, embed.name, why))
 
 
 def fix_vocabulary(ledger: Ledger, names: Names) -> None:

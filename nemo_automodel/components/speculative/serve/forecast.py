@@ -42,5 +42,5 @@ def print_forecast(spec: ServeSpec, train_line: str, num_depths: int, *, base_di
     record.command(command)
     record.save("printed")
     report.say("would train, then export the last checkpoint, then start the server:")
-    print(" && ".join([train_line, export_line(served, str(model)), command.shell()]), flush=True)
+    print(" && ".join([train_line, export_line(served, str(model), found.release), command.shell()]), flush=True)
     return 0

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Telling paths from Hub ids, and fetching from the Hub. `huggingface_hub` is imported only for a Hub id."""
+"""Fetching from the Hub. `huggingface_hub` is imported only where there is something to fetch."""
 
 from __future__ import annotations
 
 import os
-import re
 import socket
 import urllib.parse
 import urllib.request
@@ -12,18 +11,7 @@ from pathlib import Path
 
 from nemo_automodel.errors import ResolveError
 
-_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$", re.ASCII)
 WEIGHT_PATTERNS = ["config.json", "*.safetensors", "*.safetensors.index.json"]
-
-
-def is_path_like(text: str) -> bool:
-    """True when `text` can only be meant as a path, so that a mistyped path is never looked up on the Hub."""
-    if text.startswith(("/", "./", "../", "~", ".")) or text.endswith("/") or "\\" in text or text.count("/") != 1:
-        return True
-    if _HUB_ID.match(text) is None or "--" in text or ".." in text:
-        return True
-    # A first part that exists here is a folder of the user, not an organisation.
-    return Path(text.split("/")[0]).exists()
 
 
 def fetch_hub_file(repo: str, name: str, *, where: str) -> Path:
@@ -88,7 +76,8 @@ def _unreachable(repo: str, error: Exception, where: str) -> ResolveError:
         if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
         else ""
     )
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    text = " ".join(str(error).split()) or type(error).__name__
+    reason = text.split(". ")[0].removesuffix(".")  # what follows are links and advice about the client's own options
     return ResolveError(
         f"{repo} is no folder here and cannot be had from the Hub{offline}: {reason}",
         where=where,

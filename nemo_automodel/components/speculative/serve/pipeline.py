@@ -18,7 +18,13 @@ from nemo_automodel.components.speculative.serve.export import export, reusable_
 from nemo_automodel.components.speculative.serve.export_plan import ExportPlan, plan_export
 from nemo_automodel.components.speculative.serve.fixup import plan_fixups
 from nemo_automodel.components.speculative.serve.port import find_port
-from nemo_automodel.components.speculative.serve.record import RESULT, JobRecord, reason_of, record_failure
+from nemo_automodel.components.speculative.serve.record import (
+    RESULT,
+    JobRecord,
+    reason_of,
+    record_failure,
+    record_training,
+)
 from nemo_automodel.components.speculative.serve.report import Report
 from nemo_automodel.components.speculative.serve.resolve import resolve
 from nemo_automodel.components.speculative.serve.target_facts import (
@@ -35,16 +41,21 @@ from nemo_automodel.components.speculative.serve.types import (
     ServeSpec,
     TargetFacts,
 )
-from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease, require_vllm, resolve_release
+from nemo_automodel.components.speculative.serve.vllm_release import (
+    VllmRelease,
+    release_to_export_for,
+    require_vllm,
+    resolve_release,
+)
 from nemo_automodel.errors import ConfigError, Interrupted, LaunchError
 
 COMMAND_LINE = "nemo_automodel.components.speculative.serve_vllm"
-__all__ = ["export_line", "record_failure", "run_export", "run_serve"]
+__all__ = ["export_line", "record_failure", "record_training", "refuse_foreground_sweep", "run_export", "run_serve"]
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """All that is known before anything is written. `spec` is the one given, with a local target made absolute."""
+    """All that is known before anything is written. `spec` is the one given, its local paths made absolute."""
 
     spec: ServeSpec
     release: VllmRelease
@@ -63,7 +74,7 @@ def run_serve(spec: ServeSpec, *, base_dir: Path, out_dir: Path | None, multirun
     """
     record, report = JobRecord(out_dir, spec.checkpoint), Report()
     try:
-        _refuse_foreground_sweep(spec, multirun)
+        refuse_foreground_sweep(spec, multirun)
         plan = _plan(spec, base_dir, record, report)
         if spec.print_only:
             return _print(plan, record, report)
@@ -77,7 +88,12 @@ def run_serve(spec: ServeSpec, *, base_dir: Path, out_dir: Path | None, multirun
         raise
 
 
-def _refuse_foreground_sweep(spec: ServeSpec, multirun: bool) -> None:
+def refuse_foreground_sweep(spec: ServeSpec, multirun: bool) -> None:
+    """A foreground server never ends, so it has no place in a multirun; ask before training, too.
+
+    Raises:
+        ConfigError: `multirun` would start one.
+    """
     if multirun and not (spec.benchmark_mode or spec.print_only):
         raise ConfigError(
             "a server in the foreground would hold the sweep at its first job",
@@ -86,25 +102,32 @@ def _refuse_foreground_sweep(spec: ServeSpec, multirun: bool) -> None:
         )
 
 
-def _plan(spec: ServeSpec, base_dir: Path, record: JobRecord, report: Report) -> _Plan:
-    """Every pure stage in turn; the record knows at which one it ends."""
+def _plan(spec: ServeSpec, base_dir: Path, record: JobRecord, report: Report, *, exporting: bool = False) -> _Plan:
+    """Every pure stage in turn; the record knows at which one it ends. With `exporting` nothing is to be started."""
     record.stage = "release"
-    found = resolve_release(spec)
+    found = release_to_export_for(spec) if exporting else resolve_release(spec)
     record.vllm(found.installed, found.release.version)
-    if not spec.print_only:
+    if not (spec.print_only or exporting):
         require_vllm(found, spec)
     record.stage = "resolve"
     resolved = resolve(spec.checkpoint, base_dir)
     record.checkpoint(resolved.model_dir)
     record.stage = "target"
-    spec = replace(spec, target=absolute_target(spec.target, base_dir))
+    spec = replace(
+        spec,
+        target=absolute_target(spec.target, base_dir),
+        export_dir=None
+        if spec.export_dir is None
+        else str((base_dir / Path(spec.export_dir).expanduser()).absolute()),
+    )
     target, unread = _read_target(spec, base_dir)
     record.stage = "plan"
-    fixups = plan_fixups(resolved, found.release, target, spec)
+    fixups = plan_fixups(resolved, found.release, target, spec, exporting=exporting)
     record.fixups(fixups)
     export_plan = plan_export(resolved, fixups, spec, base_dir)
     report.plan(resolved, fixups)
-    told = (*found.warnings, *unread, *fixups.warnings, *export_plan.notes, *command_warnings(spec, os.environ))
+    served = () if exporting else command_warnings(spec, os.environ)
+    told = (*found.warnings, *unread, *fixups.warnings, *export_plan.notes, *served)
     record.warn(*told)
     for line in told:
         report.warn(line)
@@ -139,17 +162,20 @@ def _print(plan: _Plan, record: JobRecord, report: Report) -> int:
     steps = [command.shell()]
     if reusable_digest(plan.export) is None:
         report.say(f"the draft is not exported yet: the line does that first, to {plan.export.dest}")
-        steps.insert(0, export_line(plan.spec, str(plan.resolved.model_dir)))
+        steps.insert(0, export_line(plan.spec, str(plan.resolved.model_dir), plan.release))
     print(" && ".join(steps), flush=True)
     return 0
 
 
-def export_line(spec: ServeSpec, draft: str) -> str:
-    """A shell command that makes the same export as a launch of `spec` would."""
+def export_line(spec: ServeSpec, draft: str, release: VllmRelease) -> str:
+    """A shell command that makes the export which a launch of `spec` with `release` reuses, from any folder.
+
+    `spec`'s paths are absolute. Options that only a server has stay out: an export neither needs nor checks them.
+    """
     options = {
+        "--vllm-version": release.version,
+        "--max-model-len": spec.max_model_len,
         "--export-dir": spec.export_dir,
-        "--vllm-version": None if spec.vllm_version == "auto" else spec.vllm_version,
-        "--num-speculative-tokens": spec.num_speculative_tokens,
     }
     flags = [word for name, value in options.items() if value is not None for word in (name, str(value))]
     argv = [sys.executable, "-m", COMMAND_LINE, "--target", spec.target, "--draft", draft, *flags, "--export-only"]
@@ -163,7 +189,7 @@ def run_export(spec: ServeSpec, *, base_dir: Path) -> int:
         UserError: any stage's own.
     """
     record, report = JobRecord(None, spec.checkpoint), Report()
-    plan = _plan(replace(spec, print_only=True), base_dir, record, report)
+    plan = _plan(replace(spec, print_only=False), base_dir, record, report, exporting=True)
     print(_export(plan, record, report).dir, flush=True)
     return 0
 
@@ -215,8 +241,6 @@ def _benchmark(plan: _Plan, exported: Exported, out_dir: Path | None, record: Jo
         fixups=plan.fixups,
         exported=exported,
         release=plan.release,
-        python=plan.spec.python or sys.executable,
-        target=plan.spec.target,
         job_dir=job_dir,
     )
 

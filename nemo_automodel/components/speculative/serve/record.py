@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,11 @@ from typing import Any
 from nemo_automodel.components.speculative.serve.types import Exported, Fixups, LaunchCommand, ServerInfo
 from nemo_automodel.errors import UserError
 from nemo_automodel.files import read_json, write_json
+from nemo_automodel.provenance import versions
 
 RESULT = "result.json"
+TRAIN = "train"
+OURS = ("train-then-serve", "torch", "transformers")  # vLLM's version is that of the interpreter that serves
 
 
 class JobRecord:
@@ -33,7 +34,7 @@ class JobRecord:
             "command": None,
             "server": None,
             "benchmark": None,
-            "versions": _versions(),
+            "versions": versions(OURS) | {"vllm": None, "vllm_facts": None},
         }
 
     def checkpoint(self, model_dir: Path) -> None:
@@ -79,18 +80,15 @@ def record_failure(run_dir: Path, error: BaseException, *, stage: str | None = N
     record.save("failed", reason_of(error))
 
 
+def record_training(run_dir: Path, checkpoint: Path | None, *, status: str, reason: str | None) -> None:
+    """Leave a result.json for a job that ended with its training: "ok", or "failed" with the reason (an interrupted
+    one names the checkpoint it saved). A `record_failure` that follows a "failed" one leaves it as it is.
+    """
+    record = JobRecord(run_dir, str(checkpoint or ""))
+    record.stage = TRAIN
+    record.save(status, reason)
+
+
 def reason_of(error: BaseException) -> str:
     """One line: a UserError's own, or the type and message of anything else."""
     return str(error) if isinstance(error, UserError) else " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _versions() -> dict[str, str | None]:
-    names = ("train-then-serve", "torch", "transformers")
-    return {"python": platform.python_version()} | {name: _version(name) for name in names}
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

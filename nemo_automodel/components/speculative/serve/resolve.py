@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator, Mapping
 
-from nemo_automodel.components.speculative.serve.hub import fetch_hub_draft, is_path_like
+from nemo_automodel.components.speculative.serve.hub import fetch_hub_draft
 from nemo_automodel.components.speculative.serve.shards import read_tensors, weight_files
 from nemo_automodel.components.speculative.serve.types import Layout, Resolved, ShardTensor
 from nemo_automodel.errors import ResolveError
-from nemo_automodel.files import read_json
+from nemo_automodel.files import is_path_like, read_json
 
 WHERE = "serve.checkpoint"
 LATEST = "LATEST"
@@ -41,7 +41,7 @@ def resolve(checkpoint: str, base_dir: Path) -> Resolved:
     path = base_dir / Path(text).expanduser()
     if path.exists() or path.is_symlink():
         return read_draft(find_model_dir(path))
-    if is_path_like(text):
+    if is_path_like(text, base_dir):
         raise ResolveError(
             f"no such path: {path}{_nearest(path)}", where=WHERE, remedy="name an existing run or checkpoint"
         )

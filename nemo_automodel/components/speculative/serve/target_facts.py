@@ -6,10 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Mapping
 
-from nemo_automodel.components.speculative.serve.hub import fetch_hub_file, is_path_like
+from nemo_automodel.components.speculative.serve.hub import fetch_hub_file
 from nemo_automodel.components.speculative.serve.types import TargetFacts
 from nemo_automodel.errors import ResolveError
-from nemo_automodel.files import read_json
+from nemo_automodel.files import is_path_like, read_json
 
 WHERE = "serve.target"
 
@@ -29,7 +29,7 @@ def read_target(path: str, base_dir: Path | None = None) -> TargetFacts:
             raise ResolveError(
                 f"no config.json in {folder}", where=WHERE, remedy="name a folder of a Hugging Face model"
             )
-    elif is_path_like(path):
+    elif is_path_like(path, base_dir):
         raise ResolveError(f"no folder {folder}", where=WHERE, remedy="name an existing model folder or a Hub id")
     else:
         file = fetch_hub_file(path, "config.json", where=WHERE)
@@ -45,7 +45,7 @@ def read_target_or_none(path: str, base_dir: Path | None = None) -> tuple[Target
     try:
         return read_target(path, base_dir), None
     except ResolveError as error:
-        if is_path_like(path) or (Path(base_dir or ".") / Path(path).expanduser()).is_dir():
+        if is_path_like(path, base_dir) or (Path(base_dir or ".") / Path(path).expanduser()).is_dir():
             raise
         return None, f"{error.found}: checks of the draft against this target are skipped"
 

@@ -14,7 +14,7 @@ from nemo_automodel.files import TensorInfo
 
 @dataclass(frozen=True)
 class BenchmarkSpec:
-    """What the benchmark asks; `prompts` is a JSONL path of chat rows."""
+    """What the benchmark asks; `prompts` names chat rows as training reads them, `column` and `split` as there."""
 
     prompts: str | None = None
     num_prompts: int = 60
@@ -24,6 +24,9 @@ class BenchmarkSpec:
     ngram: bool = False
     parity: bool = False
     min_acceptance_length: float | None = None
+    column: str | None = None
+    split: str = "train"
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # the draft was trained with these prompts
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ class Fixups:
     warnings: tuple[str, ...]
     parallel_drafting: bool  # True: P-EAGLE; False: EAGLE-3
     num_speculative_tokens: int  # K
+    copies: Mapping[str, str] = field(default_factory=dict)  # exported name -> source of a tensor that is there twice
 
 
 @dataclass(frozen=True)

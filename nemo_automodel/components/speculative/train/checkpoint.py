@@ -130,6 +130,17 @@ class CheckpointStore:
             ) from error
         return final
 
+    def drop_old_states(self, keep: int) -> None:
+        """Remove `trainer/` of all checkpoints here but the `keep` written last; their weights stay.
+
+        Raises:
+            OSError: a state could not be removed.
+        """
+        states = [path for path in self.root.glob(f"epoch_*/{STATE_FILE}") if not path.parents[1].is_symlink()]
+        states.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for path in states[keep:]:
+            shutil.rmtree(path.parent)
+
     def _point_latest_to(self, name: str) -> None:
         link = self.root / f".{LATEST}.{os.getpid()}.part"
         link.unlink(missing_ok=True)

@@ -10,7 +10,6 @@ from typing import Any, Mapping
 from nemo_automodel.config.schema import (
     AppConfig, DataConfig, DraftConfig, DraftKind, Precision, TargetConfig, TrainConfig,
 )  # fmt: skip
-from nemo_automodel.errors import ConfigError
 from nemo_automodel.files import read_json, write_json
 
 
@@ -59,34 +58,5 @@ class TrainResult:
 
 
 def build_train_job(app: AppConfig, run_dir: Path) -> TrainJob:
-    """The job of a parsed configuration. Pure.
-
-    Raises:
-        ConfigError: a number of `train` that no run can work with.
-    """
-    check_train_config(app.train)
+    """The job of a parsed configuration. Pure."""
     return TrainJob(app.target, app.data, app.draft, app.train, Path(run_dir).absolute())
-
-
-def check_train_config(train: TrainConfig) -> None:
-    """Raises ConfigError naming the first key of `train` that is out of range."""
-    at_least = {
-        "num_epochs": 1, "max_steps": 1, "seq_length": 4, "micro_batch_size": 1, "grad_accumulation_steps": 1,
-        "num_threads": 1, "log_every_steps": 1, "save_every_steps": 1, "seed": 0,
-    }  # fmt: skip
-    for key, least in at_least.items():
-        value = getattr(train, key)
-        if value is not None and value < least:
-            raise _refuse(key, f"{value} is below {least}", f"{least} or more")
-    for key, usual in (("lr", "1.0e-4"), ("max_grad_norm", "1.0")):
-        if not getattr(train, key) > 0:
-            raise _refuse(key, f"{getattr(train, key)} is not above 0", usual)
-    for key in ("warmup_ratio", "min_lr_ratio"):
-        if not 0 <= getattr(train, key) <= 1:
-            raise _refuse(key, f"{getattr(train, key)} is not within 0..1", "0.05")
-    if len(train.betas) != 2 or not all(0 <= beta < 1 for beta in train.betas):
-        raise _refuse("betas", f"{list(train.betas)} are not two numbers in [0, 1)", "[0.9,0.95]")
-
-
-def _refuse(key: str, found: str, value: str) -> ConfigError:
-    return ConfigError(found, where=f"train.{key}", remedy=f"set train.{key}={value}")

@@ -73,13 +73,13 @@ class TrainLoop:
         """Go on from a state of a run over the same rows in the same order.
 
         Raises:
-            TrainError: the data or its order has changed.
+            TrainError: something has changed that the losses follow from.
         """
         was = state.order
         changed = [f"{key} {was.get(key)} -> {now}" for key, now in self.order.items() if was.get(key) != now]
         if changed:
             raise TrainError(
-                f"the run in {checkpoint} went over other data or in another order: {', '.join(changed)}",
+                f"the run in {checkpoint} had other data or settings: {', '.join(changed)}",
                 where="train.resume",
                 remedy="give the data and settings it was trained with, or train.resume=null to start afresh",
             )
@@ -184,3 +184,10 @@ class TrainLoop:
         folder = self.store.save(self.models.draft, self.models.spec, state, epoch=max(1, self._epoch_number()))
         self.saved = (self.position.step, folder)
         self.report.message(f"saved {folder}")
+        self._drop_old_states()
+
+    def _drop_old_states(self) -> None:
+        try:
+            self.store.drop_old_states(self.train.keep_trainer_states)
+        except OSError as error:  # costs space, not the run
+            self.report.message(f"warning: an old trainer state cannot be removed: {error}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nemo_automodel.errors as errors
 from nemo_automodel.components.speculative.train.job import TrainResult
+from nemo_automodel.components.speculative.train.resume import latest_of
 from nemo_automodel.files import read_json, write_json
 
 OUTCOME_FILE = "train_status.json"
@@ -19,15 +20,27 @@ def write_result(run_dir: Path, result: TrainResult) -> None:
 
 
 def write_failure(run_dir: Path, error: errors.UserError) -> None:
-    """A user's mistake (or an interruption) in its three parts."""
+    """A user's mistake (or an interruption) in its three parts; `checkpoint`: see `last_checkpoint`, or null."""
     parts = {"kind": type(error).__name__, "found": error.found, "where": error.where, "remedy": error.remedy}
     status = "interrupted" if isinstance(error, errors.Interrupted) else "failed"
-    write_json(run_dir / OUTCOME_FILE, {"status": status, "error": parts})
+    write_json(run_dir / OUTCOME_FILE, {"status": status, "error": parts, "checkpoint": _last_saved(run_dir)})
 
 
 def write_crash(run_dir: Path, last_line: str) -> None:
     """An error that is nobody's mistake but ours: its traceback is in train.log."""
-    write_json(run_dir / OUTCOME_FILE, {"status": "crashed", "last_line": last_line})
+    values = {"status": "crashed", "last_line": last_line, "checkpoint": _last_saved(run_dir)}
+    write_json(run_dir / OUTCOME_FILE, values)
+
+
+def last_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint that LATEST of this run names; None: it saved none. Reads only."""
+    latest = latest_of(run_dir / "checkpoints")
+    return latest if latest is not None and latest.is_dir() else None
+
+
+def _last_saved(run_dir: Path) -> str | None:
+    latest = last_checkpoint(run_dir)
+    return None if latest is None else str(latest)
 
 
 def read_outcome(run_dir: Path) -> TrainResult:

@@ -21,11 +21,16 @@ def find_resume_checkpoint(value: str, run_dir: Path) -> Path:
         TrainError: no resumable checkpoint there; lists the places looked in.
     """
     looked: list[Path] = []
+    weights_only: Path | None = None
     for place in _places(value, run_dir):
         for candidate in (place, latest_of(place), latest_of(place / "checkpoints"), place.parent):
             if candidate is not None and (candidate / STATE_FILE).is_file():
                 return candidate.resolve()
+            if candidate is not None and (candidate / "model" / "config.json").is_file():
+                weights_only = weights_only or candidate.resolve()
         looked.append(place)
+    if weights_only is not None:
+        raise _no_state(weights_only)
     raise TrainError(
         f"no resumable checkpoint (epoch_*/{STATE_FILE}) in {', '.join(map(str, looked)) or run_dir.parent}",
         where="train.resume",
@@ -41,6 +46,15 @@ def latest_of(checkpoints: Path) -> Path | None:
     if link.is_file():
         return checkpoints / link.read_text(encoding="utf-8").strip()
     return None
+
+
+def _no_state(checkpoint: Path) -> TrainError:
+    states = sorted(checkpoint.parent.glob(f"epoch_*/{STATE_FILE}"), key=lambda path: path.stat().st_mtime_ns)
+    other = f"resume a later one: train.resume={states[-1].parents[1]}" if states else "set train.resume=null"
+    return TrainError(
+        f"{checkpoint} keeps its weights only: its trainer state is gone (removed once newer checkpoints were there, "
+        "see train.keep_trainer_states)", where="train.resume", remedy=other,
+    )  # fmt: skip
 
 
 def _places(value: str, run_dir: Path) -> list[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -15,7 +15,7 @@ from nemo_automodel.components.speculative.train.job import TrainJob, TrainResul
 from nemo_automodel.components.speculative.train.loop import LoopEnd, TrainLoop
 from nemo_automodel.components.speculative.train.progress import RunReport
 from nemo_automodel.components.speculative.train.resume import find_resume_checkpoint
-from nemo_automodel.components.speculative.train.setup import build_models, read_data
+from nemo_automodel.components.speculative.train.setup import TrainData, build_models, read_data
 from nemo_automodel.errors import Interrupted, TrainError
 
 
@@ -49,7 +49,7 @@ def train(job: TrainJob, stop: Stop) -> TrainResult:
             end = loop.run()
         except torch.OutOfMemoryError as error:
             raise _out_of_memory(job, error) from error
-    if not end.finished:
+    if stop() or not end.finished:  # a stop that came during the last save or validation is one as well
         raise _interrupted(end, loop.total_steps)
     loss = report.last.get("loss")
     return TrainResult(
@@ -62,9 +62,8 @@ def build_loop(job: TrainJob, resume: Path | None, report: RunReport, stop: Stop
     state = load_state(resume) if resume else None
     data = read_data(job, report.message)
     models = build_models(job, data, resume, report.message)
-    order = {"seed": job.train.seed, "micro_batch_size": job.train.micro_batch_size, "data": data.digest()}
     loop = TrainLoop(
-        models, data.train.rows, data.validation.rows if data.validation else (), job.train, order=order,
+        models, data.train.rows, data.validation.rows if data.validation else (), job.train, order=_order(job, data),
         store=CheckpointStore(job.run_dir / "checkpoints", data.tokenizer), report=report, stop=stop,
     )  # fmt: skip
     if state is not None:
@@ -73,11 +72,27 @@ def build_loop(job: TrainJob, resume: Path | None, report: RunReport, stop: Stop
     return loop
 
 
+def _order(job: TrainJob, data: TrainData) -> dict[str, Any]:
+    """What the sequence of losses follows from, besides the draft's shape and dtype (in its config.json) and what may
+    change on resume: lr, num_epochs, max_steps."""
+    train, target = job.train, Path(job.target.path)
+    same = ("seed", "micro_batch_size", "grad_accumulation_steps", "weight_decay", "warmup_ratio", "min_lr_ratio",
+            "max_grad_norm")  # fmt: skip
+    return {
+        "target": str(target.resolve()) if target.exists() else job.target.path,
+        "data": data.digest(),
+        **{key: getattr(train, key) for key in same},
+        "betas": list(train.betas),
+        "freeze_embeddings": job.draft.freeze_embeddings,
+    }
+
+
 def _interrupted(end: LoopEnd, total_steps: int) -> Interrupted:
+    serve = f"serve it with train.enabled=false serve.enabled=true serve.checkpoint={end.checkpoint}"
     return Interrupted(
         f"training was stopped after step {end.position.step} of {total_steps}; saved {end.checkpoint}",
         where="train",
-        remedy=f"go on with train.resume={end.checkpoint}",
+        remedy=serve if end.finished else f"go on with train.resume={end.checkpoint}",
     )
 
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from nemo_automodel.components.datasets.collate import collate
 from nemo_automodel.components.datasets.encode import EncodedRow, EncodedSet, RowEncoder, encode_rows
 from nemo_automodel.components.datasets.mask_token import check_mask_token_unused, resolve_mask_token_id
-from nemo_automodel.components.datasets.rows import load_rows
+from nemo_automodel.components.datasets.rows import read_rows
 from nemo_automodel.components.datasets.vocab_map import build_vocab_map
 from nemo_automodel.components.speculative.draft.io import load_draft
 from nemo_automodel.components.speculative.draft.peagle import PEagleDraft, build_draft
@@ -76,17 +76,18 @@ def read_data(job: TrainJob, say: Say) -> TrainData:
     """Load the tokenizer, read and encode the rows, and check what can be checked without the target's weights.
 
     Raises:
-        DataError, ConfigError: see `load_rows`, `encode_rows`, `resolve_mask_token_id`; `seq_length` too long.
+        DataError, ConfigError: see `read_rows`, `encode_rows`, `resolve_mask_token_id`; `seq_length` too long.
     """
     dims = read_target_dims(job.target.path, trust_remote_code=job.target.trust_remote_code)
     check_seq_length(job.train.seq_length, dims)
     tokenizer = load_tokenizer(job)
     mask_token_id = resolve_mask_token_id(tokenizer, job.draft.mask_token_id)
     data = job.data
-    train = _encode(job, tokenizer, data.train, "data.train", data.max_rows, say)
+    train = _encode(job, tokenizer, data.train, "data.train", data.split, data.max_rows, say)
     validation = None
     if data.validation is not None:
-        validation = _encode(job, tokenizer, data.validation, "data.validation", data.max_validation_rows, say)
+        split = data.validation_split or data.split
+        validation = _encode(job, tokenizer, data.validation, "data.validation", split, data.max_validation_rows, say)
     for where, rows in (("data.train", train), ("data.validation", validation)):
         if rows is not None:
             check_mask_token_unused(rows.rows, mask_token_id, where=where)
@@ -116,21 +117,31 @@ def load_tokenizer(job: TrainJob) -> Any:
         ) from error
 
 
-def _encode(job: TrainJob, tokenizer: Any, path: str, where: str, max_rows: int | None, say: Say) -> EncodedSet:
-    rows = load_rows(path, where=where, split=job.data.split, column=job.data.column, max_rows=max_rows)
+def _encode(
+    job: TrainJob, tokenizer: Any, path: str, where: str, split: str, max_rows: int | None, say: Say
+) -> EncodedSet:
+    rows = read_rows(path, where=where, split=split, column=job.data.column, max_rows=max_rows)
     encoder = RowEncoder(
         tokenizer, job.train.seq_length, job.data.mask_reasoning_content, dict(job.data.chat_template_kwargs)
     )
     encoded = encode_rows(
-        rows, encoder, where=where, on_row=lambda n: say(f"{where}: {n} rows read") if n % REPORT_ROWS == 0 else None
-    )
+        rows, encoder, where=where, max_bad_row_share=job.data.max_bad_row_share,
+        on_row=lambda n: say(f"{where}: {n} rows read") if n % REPORT_ROWS == 0 else None,
+    )  # fmt: skip
+    _say_what_came_in(encoded, where, job.train.seq_length, say)
+    return encoded
+
+
+def _say_what_came_in(encoded: EncodedSet, where: str, seq_length: int, say: Say) -> None:
+    for named in encoded.bad_rows:
+        say(f"warning: {where}: {named}")
+    bad = f", {encoded.rows_bad} bad of {encoded.rows_read} left out" if encoded.rows_bad else ""
     dropped = f", {encoded.rows_dropped} dropped (nothing to learn in them)" if encoded.rows_dropped else ""
-    cut = f", {encoded.rows_cut} cut to {job.train.seq_length} tokens" if encoded.rows_cut else ""
+    cut = f", {encoded.rows_cut} cut to {seq_length} tokens" if encoded.rows_cut else ""
     say(
         f"{where}: {len(encoded.rows)} rows, {encoded.tokens:,} tokens, {encoded.supervised_tokens:,} of them "
-        f"supervised{cut}{dropped}"
+        f"supervised{cut}{dropped}{bad}"
     )
-    return encoded
 
 
 def build_models(job: TrainJob, data: TrainData, resume: Path | None, say: Say) -> Models:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import nemo_automodel
 from nemo_automodel.components.speculative.train.job import TrainJob, TrainResult
-from nemo_automodel.components.speculative.train.outcome import LOG_FILE, OUTCOME_FILE, read_outcome
+from nemo_automodel.components.speculative.train.outcome import LOG_FILE, OUTCOME_FILE, read_outcome, write_failure
 from nemo_automodel.errors import Interrupted, TrainError
 
 JOB_FILE = "train_job.json"
@@ -25,10 +25,12 @@ WORKER_MODULE = "nemo_automodel.components.speculative.train.worker"
 def run_training(job: TrainJob) -> TrainResult:
     """Train in a child process and wait for it; the child shows its progress on our terminal.
 
-    The first SIGINT or SIGTERM is passed on (the worker finishes its step, saves and stops); a second one kills.
+    The first SIGINT, SIGTERM or SIGHUP is passed on (the worker finishes its step, saves and stops); a second SIGINT or
+    SIGTERM kills. Should this process die, the worker does the same by itself (worker.end_with_parent).
 
     Raises:
-        Interrupted: a signal stopped the run; what it saved is named.
+        Interrupted: a signal came, even if the worker had ended well by then; what it saved is named, here and in
+            train_status.json.
         UserError: the worker's own (data, configuration, training).
         TrainError: the worker crashed or was killed.
     """
@@ -52,7 +54,7 @@ def run_training(job: TrainJob) -> TrainResult:
                 _kill_group(worker)
                 worker.wait()
             worker.stdin.close()
-    return _outcome(job.run_dir, code, stopped=relay.received > 0)
+    return _outcome(job.run_dir, code, stopped=relay.received)
 
 
 def _worker_env(job: TrainJob) -> dict[str, str]:
@@ -65,20 +67,23 @@ def _worker_env(job: TrainJob) -> dict[str, str]:
 
 
 class SignalRelay:
-    """While it is entered, the first SIGINT/SIGTERM is passed to the worker and a second one kills it.
+    """While it is entered, the first signal is passed to the worker and a second SIGINT or SIGTERM kills it.
 
+    SIGHUP never kills: a dropped terminal sends it twice (kernel and shell). Where it is ignored (nohup), it stays so.
     In a thread other than the main one Python allows no handlers: there the caller's stay in charge.
     """
 
     def __init__(self) -> None:
-        self.received = 0
+        self.received = False
+        self._demands = 0  # SIGINT and SIGTERM alone
         self._worker: subprocess.Popen | None = None
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> SignalRelay:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_exc: object) -> None:
@@ -91,17 +96,18 @@ class SignalRelay:
         if self.received:
             self._pass_on()
 
-    def _on_signal(self, _signum: int, _frame: object) -> None:
-        self.received += 1
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self.received = True
+        self._demands += number != signal.SIGHUP
         if self._worker is not None:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        if self.received == 1:
-            # SIGTERM for both: while Python starts, before the worker's handlers stand, SIGINT would be a traceback.
-            self._worker.terminate()
-        else:
+        if self._demands > 1:
             _kill_group(self._worker)
+        else:
+            # SIGTERM for all: while Python starts, before the worker's handlers stand, SIGINT would be a traceback.
+            self._worker.terminate()
 
 
 def _kill_group(worker: subprocess.Popen) -> None:
@@ -113,14 +119,25 @@ def _kill_group(worker: subprocess.Popen) -> None:
 
 def _outcome(run_dir: Path, code: int, *, stopped: bool) -> TrainResult:
     try:
-        return read_outcome(run_dir)
+        result = read_outcome(run_dir)
     except (OSError, ValueError) as error:
         resume = f"go on from the last checkpoint, if there is one, with train.resume={run_dir}"
         if stopped:
-            raise Interrupted("training was stopped and saved nothing more", where="train", remedy=resume) from error
+            stop = Interrupted("training was stopped and saved nothing more", where="train", remedy=resume)
+            write_failure(run_dir, stop)
+            raise stop from error
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         memory = " (out of memory?)" if code == -signal.SIGKILL else ""
         raise TrainError(
             f"the training worker {how}{memory} and left no word", where="train",
             remedy=f"read {run_dir / LOG_FILE}; {resume}",
         ) from error  # fmt: skip
+    if stopped:  # the signal came too late for the worker, and in time for what would follow
+        late = Interrupted(
+            f"training was stopped when its last step was done; saved {result.checkpoint}",
+            where="train",
+            remedy=f"serve it with train.enabled=false serve.enabled=true serve.checkpoint={result.checkpoint}",
+        )
+        write_failure(run_dir, late)
+        raise late
+    return result
