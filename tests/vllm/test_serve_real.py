@@ -30,7 +30,7 @@ def _spec(peers: Path, export_dir: Path) -> ServeSpec:
         extra_args={"enforce_eager": True, "max_num_seqs": 8},
         env={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
         benchmark=BenchmarkSpec(
-            prompts=str(peers / "heldout.jsonl"), num_prompts=50, max_new_tokens=96, baseline=False
+            prompts=str(peers / "heldout.jsonl"), num_prompts=50, max_new_tokens=96, baseline=False, parity=True
         ),
     )
 
@@ -57,6 +57,7 @@ def test_a_peers_draft_reaches_its_known_acceptance(draft: str, known: float, pe
     assert len(per_position) == bench["k"] == 4 and per_position == sorted(per_position, reverse=True)
     assert bench["acceptance_length"] == pytest.approx(1 + sum(per_position))
     assert 1.5 < bench["useful_tokens_per_step"] < bench["acceptance_length"]
+    assert bench["predicted"]["max_difference"] <= 0.02  # bfloat16 on both sides
     assert bench["prompts"] == 50 and bench["tokens_per_s"] > 0
     assert not session_members(result["server"]["pid"])
 

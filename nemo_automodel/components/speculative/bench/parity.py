@@ -61,11 +61,13 @@ def reference_dtype(dtype: str) -> str:
 
 def unpredictable(fixups: Fixups) -> str | None:
     """The form of this draft when the reference decoder does not know it."""
-    if not fixups.parallel_drafting:
-        return "EAGLE-3 drafts"
-    if any("q_norm" in name for name in fixups.renames.values()):
-        return "drafts with q_norm and k_norm"
-    return None
+    names = set(fixups.renames.values()) | set(fixups.copies)
+    forms = {"fc_norm": "fc_norm", "input_norm.": "norm_before_fc", ".bias": "attention_bias"}
+    for part, form in forms.items():
+        if any(part in name for name in names):
+            return f"drafts with {form}"
+    shared = [name for name in ("embed_tokens.weight", "lm_head.weight") if name not in names]
+    return f"drafts that share the target's {shared[0]}" if shared else None
 
 
 def predict(job: ParityJob) -> SpecDecodeCounters:
