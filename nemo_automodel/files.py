@@ -70,7 +70,8 @@ def _parse_header(raw: object, path: Path, *, data_start: int, file_size: int) -
     metadata = raw.pop("__metadata__", None) or {}
     try:
         tensors = [
-            TensorInfo(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]) for name, entry in raw.items()
+            TensorInfo(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+            for name, entry in raw.items()
         ]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: malformed tensor entry in the header ({error!r})") from error

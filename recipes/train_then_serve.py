@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a draft, then serve it: compose -> parse -> preflight -> train -> serve.
 
-    python recipes/train_then_serve.py serve.enabled=true
-    python recipes/train_then_serve.py --help
+python recipes/train_then_serve.py serve.enabled=true
+python recipes/train_then_serve.py --help
 """
 
 from __future__ import annotations

@@ -106,7 +106,9 @@ _RULES: list[tuple[str, Callable[[AppConfig], Any], Callable[[Any], bool], str]]
 
 def _check_values(app: AppConfig) -> None:
     if app.train.enabled and not app.data.train:
-        raise ConfigError("no chats to train on", where="data.train", remedy="add data.train=PATH, or train.enabled=false")
+        raise ConfigError(
+            "no chats to train on", where="data.train", remedy="add data.train=PATH, or train.enabled=false"
+        )
     for key, read, fine, wanted in _RULES:
         value = read(app)
         if not fine(value):

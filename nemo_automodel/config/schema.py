@@ -70,7 +70,9 @@ class DraftConfig:
     down_sample_ratio_min: float = 0.2
     mask_token_id: Optional[int] = None  # null: read from the target's tokenizer ("<|mask|>"), else refused
     draft_vocab_size: Optional[int] = None  # null or the target's size: full vocabulary
-    aux_layer_ids: Optional[List[int]] = None  # k = the residual stream that enters layer k; null: 2, n//2, n-3 made distinct
+    aux_layer_ids: Optional[List[int]] = (
+        None  # k = the residual stream that enters layer k; null: 2, n//2, n-3 made distinct
+    )
     freeze_embeddings: bool = False
 
 
@@ -142,7 +144,9 @@ class ServeConfig:
     trust_remote_code: bool = False
     served_model_name: Optional[str] = None
     export_dir: Optional[str] = None  # null: vllm_export/ beside the draft's weights
-    extra_args: Dict[str, Any] = field(default_factory=dict)  # any other vLLM flag: {max_num_seqs: 8, enforce_eager: true}
+    extra_args: Dict[str, Any] = field(
+        default_factory=dict
+    )  # any other vLLM flag: {max_num_seqs: 8, enforce_eager: true}
     env: Dict[str, str] = field(default_factory=dict)  # environment of the server
     vllm: VllmConfig = field(default_factory=VllmConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)

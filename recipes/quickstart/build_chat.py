@@ -43,7 +43,7 @@ def answer(model, tokenizer, prompts):
     )
     output = model.generate(**inputs, max_new_tokens=LIMIT, do_sample=False)
     texts = []
-    for row in output[:, inputs["input_ids"].shape[1]:].tolist():
+    for row in output[:, inputs["input_ids"].shape[1] :].tolist():
         end = row.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in row else 0
         texts.append(tokenizer.decode(row[:end]) if end else None)
     return texts
@@ -54,12 +54,13 @@ def answer_all(model, tokenizer, prompts, batch):
     order = sorted(range(len(prompts)), key=lambda i: len(tokenizer.encode(prompts[i])))
     texts = [None] * len(prompts)
     for begin in range(0, len(order), batch):
-        chosen = order[begin:begin + batch]
+        chosen = order[begin : begin + batch]
         for i, text in zip(chosen, answer(model, tokenizer, [prompts[i] for i in chosen])):
             texts[i] = text
     return [
         {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]}
-        for prompt, text in zip(prompts, texts) if text
+        for prompt, text in zip(prompts, texts)
+        if text
     ]
 
 

@@ -36,14 +36,19 @@ def build_tokenizer(out, vocab_size, rows, seed):
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIALS, show_progress=False,
+        vocab_size=vocab_size,
+        special_tokens=SPECIALS,
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     stream = pairs(seed)
     bpe.train_from_iterator(("user\n%s\nassistant\n%s" % next(stream) for _ in range(rows)), trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=SPECIALS[IM_END], pad_token=SPECIALS[PAD],
-        additional_special_tokens=[SPECIALS[1], SPECIALS[3]], model_max_length=1024,
+        tokenizer_object=bpe,
+        eos_token=SPECIALS[IM_END],
+        pad_token=SPECIALS[PAD],
+        additional_special_tokens=[SPECIALS[1], SPECIALS[3]],
+        model_max_length=1024,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(out)
@@ -53,10 +58,20 @@ def build_tokenizer(out, vocab_size, rows, seed):
 def build_model(vocab_size, layers, seed):
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=vocab_size, hidden_size=128, intermediate_size=384, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=IM_END, pad_token_id=PAD, use_sliding_window=False,
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=IM_END,
+        pad_token_id=PAD,
+        use_sliding_window=False,
     )
     model = Qwen3ForCausalLM(config)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
@@ -74,14 +89,14 @@ def batches(tokenizer, stream, size):
     """Endless padded batches; similar lengths go together so that little is padding."""
     while True:
         pool = sorted((encode(tokenizer, *next(stream)) for _ in range(size * 8)), key=lambda row: len(row[0]))
-        groups = [pool[i:i + size] for i in range(0, len(pool), size)]
+        groups = [pool[i : i + size] for i in range(0, len(pool), size)]
         for i in torch.randperm(len(groups)).tolist():
             width = max(len(ids) for ids, _ in groups[i])
             ids = torch.full((size, width), PAD)
             weights = torch.zeros(size, width)
             for row, (tokens, weight) in enumerate(groups[i]):
-                ids[row, :len(tokens)] = torch.tensor(tokens)
-                weights[row, :len(tokens)] = torch.tensor(weight)
+                ids[row, : len(tokens)] = torch.tensor(tokens)
+                weights[row, : len(tokens)] = torch.tensor(weight)
             yield ids, weights
 
 

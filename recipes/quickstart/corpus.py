@@ -11,17 +11,43 @@ import random
 import zlib
 
 from phrases import (
-    ANIMALS, COLOURS, CROPS, DAYS, DISHES, FOODS, KEEPERS, KINDS, MOODS, NAMES, NUMBERS, OBJECTS, PLACES, TIMES,
-    VEHICLES, WEATHERS,
+    ANIMALS,
+    COLOURS,
+    CROPS,
+    DAYS,
+    DISHES,
+    FOODS,
+    KEEPERS,
+    KINDS,
+    MOODS,
+    NAMES,
+    NUMBERS,
+    OBJECTS,
+    PLACES,
+    TIMES,
+    VEHICLES,
+    WEATHERS,
 )
 
 CLASSED = {
-    "animal": ANIMALS, "object": OBJECTS, "place": PLACES, "target": PLACES,
-    "dish": DISHES, "vehicle": VEHICLES,
+    "animal": ANIMALS,
+    "object": OBJECTS,
+    "place": PLACES,
+    "target": PLACES,
+    "dish": DISHES,
+    "vehicle": VEHICLES,
 }
 FLAT = {
-    "name": NAMES, "friend": NAMES, "mood": MOODS, "weather": WEATHERS, "time": TIMES,
-    "colour": COLOURS, "day": DAYS, "crop": CROPS, "extra": CROPS, "number": NUMBERS,
+    "name": NAMES,
+    "friend": NAMES,
+    "mood": MOODS,
+    "weather": WEATHERS,
+    "time": TIMES,
+    "colour": COLOURS,
+    "day": DAYS,
+    "crop": CROPS,
+    "extra": CROPS,
+    "number": NUMBERS,
 }
 WORDS = {**{slot: " ".join(rows).split() for slot, rows in CLASSED.items()}, **FLAT}
 

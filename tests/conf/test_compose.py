@@ -84,7 +84,14 @@ def test_the_qwen_recipe_is_the_published_one() -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["serve.prot=1", "serve.port=abc", "serve.mode=background", "serve/tp=tp3", "serve.enabled=maybe", "train.precision=fp8"],
+    [
+        "serve.prot=1",
+        "serve.port=abc",
+        "serve.mode=background",
+        "serve/tp=tp3",
+        "serve.enabled=maybe",
+        "train.precision=fp8",
+    ],
 )
 def test_a_wrong_override_is_refused_by_hydra(override: str) -> None:
     with pytest.raises((HydraException, ConfigCompositionException, OmegaConfBaseException)):

@@ -138,9 +138,7 @@ EXPORT_OPTIONS = {
 
 
 @pytest.mark.parametrize("options", EXPORT_OPTIONS.values(), ids=EXPORT_OPTIONS)
-def test_the_export_step_makes_the_export_that_the_launch_reuses(
-    spec, options, monkeypatch, tmp_path, capsys
-) -> None:
+def test_the_export_step_makes_the_export_that_the_launch_reuses(spec, options, monkeypatch, tmp_path, capsys) -> None:
     write_draft(tmp_path / "draft", draft_config(num_depths=9))
     options = {"python": _other_python(tmp_path, options.get("vllm_version", "0.32") + ".0")} | options
     _reuses(replace(spec, print_only=True, **options), tmp_path, monkeypatch, capsys)

@@ -54,8 +54,11 @@ def read_target_dims(path: str, *, trust_remote_code: bool = False) -> TargetDim
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no usable config of a model at {path!r} ({error})", where="target.path",
-                          remedy="target.path=<folder or Hub id of a causal language model>") from error
+        raise ConfigError(
+            f"no usable config of a model at {path!r} ({error})",
+            where="target.path",
+            remedy="target.path=<folder or Hub id of a causal language model>",
+        ) from error
     return _dims(config.get_text_config())
 
 
@@ -79,8 +82,11 @@ def _dims(config: Any) -> TargetDims:
             pad_token_id=values.get("pad_token_id"),
         )
     except KeyError as error:
-        raise ConfigError(f"the target's config ({values.get('model_type')}) has no {error}", where="target.path",
-                          remedy="take a decoder-only language model") from error
+        raise ConfigError(
+            f"the target's config ({values.get('model_type')}) has no {error}",
+            where="target.path",
+            remedy="take a decoder-only language model",
+        ) from error
 
 
 def build_draft_spec(dims: TargetDims, config: DraftConfig, *, seq_length: int, dtype: str = "float32") -> DraftSpec:
@@ -122,14 +128,20 @@ def build_draft_spec(dims: TargetDims, config: DraftConfig, *, seq_length: int, 
 def _aux_layer_ids(dims: TargetDims, ids: list[int] | None) -> tuple[int, ...]:
     top = dims.num_layers - 1
     if dims.num_layers < 4:
-        raise ConfigError(f"a target of {dims.num_layers} layers has no three distinct aux layers", where="target.path",
-                          remedy="take a target of at least 4 layers")
+        raise ConfigError(
+            f"a target of {dims.num_layers} layers has no three distinct aux layers",
+            where="target.path",
+            remedy="take a target of at least 4 layers",
+        )
     if ids is None:
         return default_aux_layer_ids(dims.num_layers)
     if len(ids) != 3 or list(ids) != sorted(set(ids)) or ids[0] < 1 or ids[-1] > top:
         default = list(default_aux_layer_ids(dims.num_layers))
-        raise ConfigError(f"{list(ids)} are not three ascending layer ids in 1..{top}", where="draft.aux_layer_ids",
-                          remedy=f"draft.aux_layer_ids={default}".replace(" ", ""))
+        raise ConfigError(
+            f"{list(ids)} are not three ascending layer ids in 1..{top}",
+            where="draft.aux_layer_ids",
+            remedy=f"draft.aux_layer_ids={default}".replace(" ", ""),
+        )
     return tuple(ids)
 
 
@@ -138,8 +150,11 @@ def _mask_token_id(dims: TargetDims, token: int | None) -> int:
     if token is None:
         raise ConfigError("no mask token id", where="draft.mask_token_id", remedy=remedy)
     if not 0 <= token < dims.vocab_size:
-        raise ConfigError(f"{token} is outside the target's vocabulary of {dims.vocab_size}",
-                          where="draft.mask_token_id", remedy=remedy)
+        raise ConfigError(
+            f"{token} is outside the target's vocabulary of {dims.vocab_size}",
+            where="draft.mask_token_id",
+            remedy=remedy,
+        )
     return token
 
 
@@ -147,8 +162,11 @@ def _draft_vocab_size(dims: TargetDims, size: int | None) -> int:
     if size is None:
         return dims.vocab_size
     if size > dims.vocab_size:
-        raise ConfigError(f"{size} is more than the target's vocabulary of {dims.vocab_size}",
-                          where="draft.draft_vocab_size", remedy=f"draft.draft_vocab_size={dims.vocab_size}")
+        raise ConfigError(
+            f"{size} is more than the target's vocabulary of {dims.vocab_size}",
+            where="draft.draft_vocab_size",
+            remedy=f"draft.draft_vocab_size={dims.vocab_size}",
+        )
     return size
 
 
@@ -181,8 +199,11 @@ class Target:
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot load a causal language model from {path!r} ({error})", where="target.path",
-                              remedy="target.path=<folder or Hub id of a causal language model>") from error
+            raise ConfigError(
+                f"cannot load a causal language model from {path!r} ({error})",
+                where="target.path",
+                remedy="target.path=<folder or Hub id of a causal language model>",
+            ) from error
         return cls(model.to(device), aux_layer_ids)
 
     @property
@@ -222,8 +243,11 @@ def _decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
     """The list of decoder layers, whatever the family calls it."""
     lists = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not lists:
-        raise ConfigError(f"no list of {count} decoder layers in {type(model).__name__}", where="target.path",
-                          remedy="take a decoder-only language model")
+        raise ConfigError(
+            f"no list of {count} decoder layers in {type(model).__name__}",
+            where="target.path",
+            remedy="take a decoder-only language model",
+        )
     return lists[0]
 
 
@@ -233,5 +257,8 @@ def _check_head(model: nn.Module, config: Any) -> None:
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         changed.append("lm_head.bias")
     if changed:
-        raise ConfigError(f"the target changes its logits after lm_head ({', '.join(changed)})", where="target.path",
-                          remedy="take a target without it; such a draft would learn another distribution")
+        raise ConfigError(
+            f"the target changes its logits after lm_head ({', '.join(changed)})",
+            where="target.path",
+            remedy="take a target without it; such a draft would learn another distribution",
+        )

@@ -103,8 +103,11 @@ def _check_window(folder: Path, rows: list[Row]) -> None:
     """Refuse rows that do not fit into the draft's sliding window: attention here is always full."""
     window, longest = read_sliding_window(folder), max(len(row.ids) for row in rows)
     if window and longest > window:
-        raise ConfigError(f"a prompt and its answer take {longest} tokens, the draft's sliding window is {window}",
-                          where=str(folder), remedy="serve.benchmark.parity=false, or ask shorter prompts")
+        raise ConfigError(
+            f"a prompt and its answer take {longest} tokens, the draft's sliding window is {window}",
+            where=str(folder),
+            remedy="serve.benchmark.parity=false, or ask shorter prompts",
+        )
 
 
 def _questions(job: Job) -> list[ChatRow]:
@@ -131,8 +134,11 @@ def stop_ids(target: Target, tokenizer: PreTrainedTokenizerBase) -> frozenset[in
     """
     config: GenerationConfig = target.model.generation_config
     if config.repetition_penalty not in (None, 1.0):
-        raise ConfigError(f"the target's generation_config.json sets repetition_penalty={config.repetition_penalty}",
-                          where="target.path", remedy="serve.benchmark.parity=false")
+        raise ConfigError(
+            f"the target's generation_config.json sets repetition_penalty={config.repetition_penalty}",
+            where="target.path",
+            remedy="serve.benchmark.parity=false",
+        )
     ids = config.eos_token_id
     listed = ids if isinstance(ids, list) else [ids]
     return frozenset(i for i in [*listed, tokenizer.eos_token_id] if i is not None)
@@ -159,8 +165,14 @@ def continue_greedily(target: Target, prompts: list[list[int]], stops: frozenset
     answers: list[list[int]] = [[] for _ in prompts]
     wanted, cache = [job.max_new_tokens + extra] * len(prompts), None
     while any(len(a) < w for a, w in zip(answers, wanted, strict=True)):
-        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
-                    logits_to_keep=1)
+        out = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         cache, ids = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
         mask = torch.cat((mask, torch.ones_like(ids)), dim=1)
         positions = positions[:, -1:] + 1
@@ -255,8 +267,11 @@ def read_job(path: Path) -> Job:
     if job.dtype not in DTYPES:
         raise ConfigError(f"dtype {job.dtype!r}", where=str(path), remedy=f"one of {', '.join(DTYPES)}")
     if min(job.num_prompts, job.max_new_tokens, job.num_speculative_tokens) < 1:
-        raise ConfigError("num_prompts, max_new_tokens and num_speculative_tokens must be at least 1",
-                          where=str(path), remedy="raise the one that is below 1")
+        raise ConfigError(
+            "num_prompts, max_new_tokens and num_speculative_tokens must be at least 1",
+            where=str(path),
+            remedy="raise the one that is below 1",
+        )
     return job
 
 

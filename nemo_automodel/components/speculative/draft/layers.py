@@ -101,9 +101,7 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, N, input] -> q [B, N, heads, D], k and v [B, N, kv_heads, D], not rotated."""
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         return self.q_norm(q), self.k_norm(k), v
 
 

@@ -116,9 +116,7 @@ def _plan(spec: ServeSpec, base_dir: Path, record: JobRecord, report: Report, *,
     spec = replace(
         spec,
         target=absolute_target(spec.target, base_dir),
-        export_dir=None
-        if spec.export_dir is None
-        else str((base_dir / Path(spec.export_dir).expanduser()).absolute()),
+        export_dir=None if spec.export_dir is None else str((base_dir / Path(spec.export_dir).expanduser()).absolute()),
     )
     target, unread = _read_target(spec, base_dir)
     record.stage = "plan"

@@ -101,7 +101,9 @@ class Resolved:
     config: Mapping[str, Any]
     tensors: tuple[ShardTensor, ...]
     shards: tuple[Path, ...]
-    recipe_depth: int | None = None  # ttt_steps of the recipe file beside the checkpoint, which NeMo's config leaves out
+    recipe_depth: int | None = (
+        None  # ttt_steps of the recipe file beside the checkpoint, which NeMo's config leaves out
+    )
 
     def names(self) -> frozenset[str]:
         return frozenset(t.name for t in self.tensors)
