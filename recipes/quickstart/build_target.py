@@ -7,8 +7,6 @@ The text is made while training, so no answer is seen often enough to be memoris
 """
 
 import argparse
-import json
-import math
 import time
 from pathlib import Path
 

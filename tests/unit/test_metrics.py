@@ -111,7 +111,7 @@ def test_auto_is_predicted_in_bfloat16() -> None:
 
 
 def test_steps_without_a_proposal_count_for_a_lookup_drafter() -> None:
-    """100 tokens of 2 prompts, 8 of them accepted in 5 proposals: 90 steps for 98 tokens, whatever vLLM's own 2.6 says."""
+    """100 tokens of 2 prompts, 8 of them accepted in 5 proposals: 90 steps for 98 tokens, whatever vLLM says."""
     counters = SpecDecodeCounters(5, 20, 8, (4, 2, 1, 1))
     assert acceptance_length(counters) == pytest.approx(2.6)
     assert tokens_per_step_overall(counters, 100, 2) == pytest.approx(98 / 90)
