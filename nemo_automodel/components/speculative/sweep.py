@@ -40,7 +40,8 @@ def prepare_arguments(arguments: list[str], base_dir: Path) -> list[str]:
     """The command line as Hydra should see it: globs expanded, path values kept text.
 
     `serve.checkpoint=glob(PATTERN)` becomes the sorted list of matching folders. Hydra's own `glob()` looks among the
-    options of a config group, never among files: on a plain value it gives 0 jobs and exit code 0. LATEST and BEST only point at folders of the same list, so they are left out.
+    options of a config group, never among files: on a plain value it gives 0 jobs and exit code 0. LATEST and BEST
+    only point at folders of the same list, so they are left out.
 
     Raises:
         ConfigError: nothing matches.

@@ -48,7 +48,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class BenchmarkJob:
-    """Everything the benchmark needs; logs and parity files go into `job_dir`. `spec.target` is absolute or a Hub id."""
+    """Everything the benchmark needs; logs and parity files go into `job_dir`. A local `spec.target` is absolute."""
 
     spec: ServeSpec
     fixups: Fixups

@@ -27,8 +27,8 @@ def disk_need(draft: DraftConfig, train: TrainConfig, target: TargetFacts) -> Di
     """Weights of every save, trainer states of the newest (one more while it is written), one export; pure.
 
     A state holds AdamW's two fp32 moments of each trained parameter and, in bf16, fp32 weights of all. How many steps
-    an epoch has is known only once the data are read: without `max_steps` one save an epoch is reckoned, with it the saves
-    of `save_every_steps` and the last one.
+    an epoch has is known only once the data are read: without `max_steps` one save an epoch is reckoned, with it the
+    saves of `save_every_steps` and the last one.
     """
     every = train.save_every_steps
     saves = train.num_epochs if train.max_steps is None else 1 + (train.max_steps // every if every else 0)

@@ -32,7 +32,9 @@ def secret_keys(value: Any, path: str = "") -> Iterator[str]:
 
 
 def refuse_secret_overrides(arguments: list[str]) -> None:
-    """Refuse command-line arguments that put a secret under `serve` or into Hydra's environment; call it before Hydra writes `.hydra/*.yaml`.
+    """Refuse command-line arguments that put a secret under `serve` or into Hydra's environment.
+
+    Call it before Hydra writes `.hydra/*.yaml`.
 
     Raises:
         ConfigError: `serve.env.VLLM_API_KEY=...`, `serve.extra_args={api-key: ...}` and the like; the key is named, the
