@@ -223,7 +223,7 @@ def test_killed_halfway_never_looks_fresh(tmp_path: Path) -> None:
         "from nemo_automodel.components.speculative.serve import export\n"
         "from nemo_automodel.components.speculative.serve_vllm import main\n"
         "export.fsync_dir = lambda path: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "main(['--draft', sys.argv[1], '--target', sys.argv[2], '--port', '0'])\n"
+        "main(['--draft', sys.argv[1], '--target', sys.argv[2], '--export-only'])\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(draft), str(target)], check=False, timeout=120)
     assert done.returncode == -9
