@@ -26,7 +26,7 @@ OPTIONS = sorted(
     if path.parent != CONF and path.name != "default.yaml"
 )
 # What a recipe leaves to the user (data.train of llama_peagle).
-FILL = {"llama_peagle": ["data.train=rows.jsonl"]}
+FILL = {"llama_peagle": ["data.train=rows.jsonl"], "serve_only": ["target.path=model", "data.train=rows.jsonl"]}
 
 
 def load(recipe: str, overrides: list[str] = [], conf: Path = CONF) -> AppConfig:
@@ -40,13 +40,13 @@ def load(recipe: str, overrides: list[str] = [], conf: Path = CONF) -> AppConfig
 def test_each_recipe_composes(recipe: str) -> None:
     app = load(recipe)
     assert app.target.path and app.data.train
-    assert app.serve.enabled is False and app.serve.host == "127.0.0.1"
+    assert app.serve.enabled is (recipe == "serve_only") and app.serve.host == "127.0.0.1"
 
 
 @pytest.mark.parametrize(("recipe", "option"), itertools.product(RECIPES, OPTIONS), ids=str)
 def test_each_option_composes_in_each_recipe(recipe: str, option: tuple[str, str]) -> None:
     group, name = option
-    fill = ["data.train=x.jsonl"] if group == "data" else []
+    fill = ["data.train=x.jsonl"] if group == "data" else ["target.path=x"] if group == "target" else []
     app = load(recipe, [f"{group}={name}", *fill])
     assert isinstance(app, AppConfig)
 
