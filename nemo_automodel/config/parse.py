@@ -11,7 +11,7 @@ from typing import Any, Callable
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from nemo_automodel.components.speculative.serve.types import BenchmarkSpec, ServeSpec
+from nemo_automodel.components.speculative.serve.types import BenchmarkSpec, RuntimeSpec, ServeSpec
 from nemo_automodel.config.schema import AppConfig, ServeMode
 from nemo_automodel.errors import ConfigError
 
@@ -150,6 +150,8 @@ def build_serve_spec(app: AppConfig, *, checkpoint: str, base_dir: Path) -> Serv
         print_only=serve.print_only,
         benchmark_mode=serve.mode is ServeMode.benchmark,
         python=serve.python,
+        engine=serve.engine,
+        runtime=_runtime_spec(app, base_dir),
         host=serve.host,
         port=serve.port,
         tensor_parallel_size=serve.tensor_parallel_size,
@@ -167,6 +169,12 @@ def build_serve_spec(app: AppConfig, *, checkpoint: str, base_dir: Path) -> Serv
         vllm_version=serve.vllm.version,
         benchmark=_benchmark_spec(app),
     )
+
+
+def _runtime_spec(app: AppConfig, base_dir: Path) -> RuntimeSpec:
+    runtime = app.serve.runtime
+    place = None if runtime.dir is None else str((base_dir / Path(runtime.dir).expanduser()).absolute())
+    return RuntimeSpec(runtime.kind, place, runtime.image, tuple(runtime.docker_args))
 
 
 def _benchmark_spec(app: AppConfig) -> BenchmarkSpec:

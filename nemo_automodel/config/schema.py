@@ -13,6 +13,8 @@ from typing import Any, Dict, List, Optional
 
 from omegaconf import MISSING
 
+from nemo_automodel.components.speculative.serve.types import Engine, RuntimeKind
+
 
 class DraftKind(Enum):
     """Which drafting method is trained."""
@@ -109,6 +111,16 @@ class VllmConfig:
 
 
 @dataclass
+class RuntimeConfig:
+    """Where vLLM lives; `kind` is set by the group serve/runtime."""
+
+    kind: RuntimeKind = RuntimeKind.here  # here: serve.python or this interpreter; managed: made on first use; docker
+    dir: Optional[str] = None  # managed: null: $TRAIN_THEN_SERVE_RUNTIMES, or ~/.cache/train-then-serve/runtimes
+    image: Optional[str] = None  # docker: null: vllm/vllm-openai:v<version>
+    docker_args: List[str] = field(default_factory=list)  # docker: more words for `docker run`: [--shm-size, 8g]
+
+
+@dataclass
 class BenchmarkConfig:
     """What `serve.mode=benchmark` asks the server."""
 
@@ -131,6 +143,7 @@ class ServeConfig:
     mode: ServeMode = ServeMode.foreground
     checkpoint: str = "LATEST"  # run dir, epoch_* dir, model dir, Hub id, or LATEST
     target: Optional[str] = None  # null: target.path
+    engine: Engine = Engine.vllm  # sglang: EAGLE-3 drafts of one layer
     python: Optional[str] = None  # interpreter that has vLLM; null: this one
     host: str = "127.0.0.1"
     port: int = 8000  # 0: pick a free one
@@ -149,6 +162,7 @@ class ServeConfig:
     )  # any other vLLM flag: {max_num_seqs: 8, enforce_eager: true}
     env: Dict[str, str] = field(default_factory=dict)  # environment of the server
     vllm: VllmConfig = field(default_factory=VllmConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
 
 

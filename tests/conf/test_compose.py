@@ -13,6 +13,7 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_automodel.components.speculative.serve.types import Engine, RuntimeKind, RuntimeSpec
 from nemo_automodel.config.parse import build_serve_spec, parse_config, with_absolute_paths
 from nemo_automodel.config.schema import AppConfig
 from nemo_automodel.config.store import REPO_ROOT, register
@@ -54,9 +55,9 @@ def test_each_option_composes_in_each_recipe(recipe: str, option: tuple[str, str
 def test_options_of_a_group_set_the_same_keys() -> None:
     groups: dict[str, set[frozenset[str]]] = {}
     for path in (CONF / "serve").rglob("*.yaml"):
-        if path.parent.name in ("vllm", "port", "tp"):
+        if path.parent.name in ("vllm", "port", "tp", "runtime", "engine"):
             groups.setdefault(path.parent.name, set()).add(frozenset(yaml.safe_load(path.read_text())))
-    assert set(groups) == {"vllm", "port", "tp"}
+    assert set(groups) == {"vllm", "port", "tp", "runtime", "engine"}
     assert all(len(keys) == 1 for keys in groups.values()), groups
 
 
@@ -64,6 +65,19 @@ def test_groups_change_what_is_served() -> None:
     app = load("quickstart", ["serve/vllm=v0_16", "serve/port=auto", "serve/tp=tp2"])
     spec = build_serve_spec(app, checkpoint="c", base_dir=Path("/b"))
     assert (spec.vllm_version, spec.port, spec.tensor_parallel_size) == ("0.16", 0, 2)
+
+
+def test_where_vllm_lives_is_a_group() -> None:
+    spec = build_serve_spec(load("quickstart"), checkpoint="c", base_dir=Path("/b"))
+    assert (spec.runtime, spec.engine) == (RuntimeSpec(), Engine.vllm)
+    app = load(
+        "quickstart", ["serve/runtime=docker", "serve.runtime.image=i:v0.31", "serve.runtime.docker_args=['-e','A=b']"]
+    )
+    spec = build_serve_spec(app, checkpoint="c", base_dir=Path("/b"))
+    assert spec.runtime == RuntimeSpec(RuntimeKind.docker, None, "i:v0.31", ("-e", "A=b"))
+    app = load("quickstart", ["serve/runtime=managed", "serve.runtime.dir=envs", "serve.engine=sglang"])
+    spec = build_serve_spec(app, checkpoint="c", base_dir=Path("/b"))
+    assert (spec.runtime, spec.engine) == (RuntimeSpec(RuntimeKind.managed, "/b/envs"), Engine.sglang)
 
 
 def test_plain_values_win_over_groups() -> None:
@@ -89,6 +103,9 @@ def test_the_qwen_recipe_is_the_published_one() -> None:
         "serve.port=abc",
         "serve.mode=background",
         "serve/tp=tp3",
+        "serve/runtime=podman",
+        "serve.runtime.kind=venv",
+        "serve.engine=trtllm",
         "serve.enabled=maybe",
         "train.precision=fp8",
     ],

@@ -338,3 +338,22 @@ def test_a_tied_head_is_the_embedding_twice(tmp_path: Path, shards: int) -> None
     for name, value in tensors.items():
         assert np.array_equal(written[name.removeprefix("model.")], value)
     assert export(plan_for(draft)).reused
+
+
+@pytest.mark.parametrize(("shards", "dtype"), [(1, "float32"), (3, "float16")])
+def test_an_output_bias_of_zeros_is_added_where_the_draft_has_none(tmp_path: Path, shards: int, dtype: str) -> None:
+    """float16 is the narrowest kind here, so its zeros come near the file's end."""
+    tensors = draft_tensors(layers=2)
+    for i in range(2):
+        stem = f"model.layers.{i}.self_attn."
+        tensors[stem + "o_proj.weight"] = tensors[stem + "o_proj.weight"].astype(dtype)
+        tensors |= {stem + f"{x}_proj.bias": np.ones(size, "float32") for x, size in (("q", 16), ("k", 8), ("v", 8))}
+    draft = write_draft(tmp_path / "d", draft_config(attention_bias=True), tensors, shards=shards)
+    done = export(plan_for(draft))
+    written = load_file(done.dir / "model.safetensors")
+    made = {f"layers.{i}.self_attn.o_proj.bias" for i in range(2)}
+    assert set(written) - {name.removeprefix("model.") for name in tensors} == made
+    assert all(written[name].dtype == dtype and not written[name].any() for name in made)
+    for name, value in tensors.items():
+        assert written[name.removeprefix("model.")].tobytes() == value.tobytes()
+    assert export(plan_for(draft)).reused

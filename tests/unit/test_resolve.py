@@ -168,7 +168,7 @@ def test_pickles_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "config.json").write_text("{}")
     (tmp_path / "d" / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(ResolveError, match="pytorch_model.bin.*weights_only=True"):
+    with pytest.raises(ResolveError, match="pytorch_model.bin.*serve_vllm convert --draft"):
         resolve(str(tmp_path / "d"), Path.cwd())
 
 

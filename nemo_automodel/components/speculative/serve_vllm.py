@@ -2,6 +2,9 @@
 """Serve a draft with vLLM from a plain command line, without Hydra: the same stages as the recipe.
 
 python -m nemo_automodel.components.speculative.serve_vllm --target T --draft D [--print-only] [-- more vLLM flags]
+python -m nemo_automodel.components.speculative.serve_vllm doctor --draft D [--target T] [--vllm X]
+python -m nemo_automodel.components.speculative.serve_vllm convert --draft D [--out DIR]    (.bin -> safetensors)
+python -m nemo_automodel.components.speculative.serve_vllm runtimes [--remove NAME]         (managed environments)
 """
 
 from __future__ import annotations
@@ -11,8 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any, Sequence
 
+from rich.console import Console
+
+from nemo_automodel.components.speculative.serve.doctor import diagnose
+from nemo_automodel.components.speculative.serve.managed import main as run_runtimes
 from nemo_automodel.components.speculative.serve.pipeline import run_export, run_serve
-from nemo_automodel.components.speculative.serve.types import ServeSpec
+from nemo_automodel.components.speculative.serve.report import Report
+from nemo_automodel.components.speculative.serve.types import Engine, ServeSpec
 from nemo_automodel.errors import ConfigError, Interrupted, UserError
 
 PROG = "python -m nemo_automodel.components.speculative.serve_vllm"
@@ -36,12 +44,83 @@ def build_parser() -> argparse.ArgumentParser:
     add("--gpu-memory-utilization", type=float, default=0.8, help="(default: %(default)s)")
     add("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
     add("--method", help="only to insist on what the draft is: eagle3 or peagle")
+    add("--engine", choices=[e.value for e in Engine], default="vllm", help="(default: %(default)s)")
+    add("--python", help="interpreter that has the engine (default: this one)")
     add("--export-dir", help="where to write the export; default: vllm_export/ beside the draft's weights")
     add("--vllm-version", default="auto", help="release to prepare for, such as 0.32 (default: the installed one)")
     add("--export-only", action="store_true", help="write the export and print its folder, start nothing")
     add("--print-only", action="store_true", help="print the command, write nothing, start nothing")
     parser.epilog = "Everything after -- goes to vLLM: -- --max-num-seqs 8 --enforce-eager"
     return parser
+
+
+def build_doctor_parser() -> argparse.ArgumentParser:
+    """The flags of `doctor`: what is examined, and the options that a verdict can depend on."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROG} doctor",
+        description="List everything that is wrong with a draft, or would be mended, without vLLM. "
+        "Exit code: 0 it would serve, 1 it would not, 2 the chosen vLLM is too old for it.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--draft", required=True, help="draft: a run, a checkpoint, a model folder or a Hub id")
+    add("--target", default="", help="target model: a folder or a Hub id; without one, less can be checked")
+    add(
+        "--vllm",
+        default="auto",
+        metavar="X",
+        help="release, such as 0.32 (default: the installed one, else the newest)",
+    )
+    add("--num-speculative-tokens", type=int, metavar="K", help="tokens per draft; default: the draft's trained depth")
+    add("--tp-size", type=int, default=1, help="tensor parallel size (default: %(default)s)")
+    add("--draft-tp-size", type=int, help="1 or the value of --tp-size; default: vLLM's choice")
+    add("--max-model-len", type=int, help="longest prompt and answer in tokens; default: the target's")
+    add("--method", help="only to insist on what the draft is: eagle3 or peagle")
+    parser.epilog = "Everything after -- is taken for vLLM's flags: -- --max-num-seqs 8"
+    return parser
+
+
+def run_doctor(words: Sequence[str], extra: Sequence[str]) -> int:
+    """Print the diagnosis on stdout.
+
+    Raises:
+        ConfigError: no such vLLM release, or words after -- that are no flags.
+    """
+    args = build_doctor_parser().parse_args(words)
+    spec = ServeSpec(
+        checkpoint=args.draft,
+        target=args.target,
+        print_only=True,
+        tensor_parallel_size=args.tp_size,
+        draft_tensor_parallel_size=args.draft_tp_size,
+        num_speculative_tokens=args.num_speculative_tokens,
+        method=args.method,
+        max_model_len=args.max_model_len,
+        vllm_version=args.vllm,
+        extra_args=parse_extra(extra),
+    )
+    diagnosis = diagnose(spec, Path.cwd())
+    Report(Console(highlight=False)).diagnosis(diagnosis)
+    return diagnosis.exit_code
+
+
+def run_convert(words: Sequence[str]) -> int:
+    """`.bin` weights -> safetensors; the new folder is printed on stdout.
+
+    Raises:
+        ResolveError: nothing to convert, a file that is not safe to load, or the new folder is there already.
+    """
+    from nemo_automodel.components.speculative.serve.convert import convert_bin
+
+    parser = argparse.ArgumentParser(
+        prog=f"{PROG} convert", description="Write a draft's .bin weights as safetensors into a folder of their own."
+    )
+    parser.add_argument("--draft", required=True, help="folder with config.json and *.bin")
+    parser.add_argument("--out", help="new folder (default: <draft>-safetensors beside it)")
+    args = parser.parse_args(words)
+    draft = Path(args.draft).expanduser().absolute()
+    print(convert_bin(draft, Path(args.out).expanduser().absolute() if args.out else None), flush=True)
+    return 0
 
 
 def parse_extra(words: Sequence[str]) -> dict[str, Any]:
@@ -87,6 +166,8 @@ def spec_from_args(args: argparse.Namespace, extra: Sequence[str]) -> ServeSpec:
         trust_remote_code=args.trust_remote_code,
         export_dir=args.export_dir and str(Path(args.export_dir).expanduser().absolute()),
         vllm_version=args.vllm_version,
+        engine=Engine(args.engine),
+        python=args.python,
         extra_args=parse_extra(extra),
     )
 
@@ -95,8 +176,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 failed, 2 vLLM missing or too old (argparse's own usage errors too), 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
-    args = build_parser().parse_args(words[:cut])
     try:
+        if words[:1] == ["doctor"]:
+            return run_doctor(words[1:cut], words[cut + 1 :])
+        if words[:1] == ["convert"]:
+            return run_convert(words[1:])
+        if words[:1] == ["runtimes"]:
+            return run_runtimes(words[1:])
+        args = build_parser().parse_args(words[:cut])
         spec = spec_from_args(args, words[cut + 1 :])
         if args.export_only:
             return run_export(spec, base_dir=Path.cwd())

@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any, Mapping
 
+from nemo_automodel.components.speculative.serve.docker import build_docker_command
 from nemo_automodel.components.speculative.serve.secret_names import is_secret_name, secret_keys, shell_remedy
-from nemo_automodel.components.speculative.serve.types import Fixups, LaunchCommand, ServeSpec
+from nemo_automodel.components.speculative.serve.types import Fixups, LaunchCommand, RuntimeKind, ServeSpec
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
 from nemo_automodel.errors import ConfigError
 
@@ -72,7 +73,7 @@ def build_command(
         speculative["parallel_drafting"] = True
     if spec.draft_tensor_parallel_size is not None:
         speculative["draft_tensor_parallel_size"] = spec.draft_tensor_parallel_size
-    return _command(spec, release, python, port, environ, speculative)
+    return _in_runtime(_command(spec, release, python, port, environ, speculative), spec, exported_dir, environ)
 
 
 def build_baseline_command(
@@ -92,7 +93,15 @@ def build_baseline_command(
     """
     lookup = {"method": "ngram", "num_speculative_tokens": num_speculative_tokens}
     lookup |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    return _command(spec, release, python, port, environ, lookup if ngram else None)
+    return _in_runtime(_command(spec, release, python, port, environ, lookup if ngram else None), spec, None, environ)
+
+
+def _in_runtime(
+    command: LaunchCommand, spec: ServeSpec, draft: Path | None, environ: Mapping[str, str] | None
+) -> LaunchCommand:
+    if spec.runtime.kind is not RuntimeKind.docker:
+        return command
+    return build_docker_command(command, spec, draft, os.environ if environ is None else environ)
 
 
 def _command(
@@ -117,11 +126,23 @@ def _command(
         argv += ["--served-model-name", spec.served_model_name]
     argv += extra_flags(spec.extra_args, release)
     inherited = os.environ if environ is None else environ
+    env, unset = launch_environment(spec, release, inherited)
+    if speculative is not None and "VLLM_USE_V2_MODEL_RUNNER" in inherited and "VLLM_USE_V2_MODEL_RUNNER" not in env:
+        unset += ("VLLM_USE_V2_MODEL_RUNNER",)  # set to 1 it leaves P-EAGLE without a fall-back (report 2.9)
+    return LaunchCommand(tuple(argv), env, unset)
+
+
+def launch_environment(
+    spec: ServeSpec, release: VllmRelease, inherited: Mapping[str, str]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """What is added to the inherited environment, and what is taken out of it.
+
+    Raises:
+        ConfigError: a secret or bad name in `serve.env`.
+    """
     env = _server_env(spec, release, inherited)
     unset = [*ALWAYS_UNSET, *sorted(name for name in inherited if _DISTRIBUTED.match(name))]
-    if speculative is not None and "VLLM_USE_V2_MODEL_RUNNER" in inherited:
-        unset.append("VLLM_USE_V2_MODEL_RUNNER")  # set to 1 it leaves P-EAGLE without a fall-back (report 2.9)
-    return LaunchCommand(tuple(argv), env, tuple(name for name in unset if name not in env))
+    return env, tuple(name for name in unset if name not in env)
 
 
 def _server_env(spec: ServeSpec, release: VllmRelease, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -144,8 +165,10 @@ def _flag(key: str) -> str:
     return str(key).lstrip("-").replace("_", "-")
 
 
-def extra_flags(extra_args: Mapping[str, Any], release: VllmRelease) -> list[str]:
-    """`serve.extra_args` as vLLM flags: true -> --flag, false -> --no-flag, null -> left out, dict or list -> JSON.
+def extra_flags(extra_args: Mapping[str, Any], release: VllmRelease, managed: Mapping[str, str] = MANAGED) -> list[str]:
+    """`serve.extra_args` as flags: true -> --flag, false -> --no-flag, null -> left out, dict or list -> JSON.
+
+    `managed`: flag -> the config key that sets it.
 
     Raises:
         ConfigError: a flag that this product manages, a secret, a flag the release no longer has, or no flag at all.
@@ -153,7 +176,7 @@ def extra_flags(extra_args: Mapping[str, Any], release: VllmRelease) -> list[str
     words: list[str] = []
     for key, value in extra_args.items():
         flag = _flag(key)
-        _refuse_flag(key, flag, release)
+        _refuse_flag(key, flag, release, managed)
         _refuse_value(key, flag, value)
         if value is None:
             continue
@@ -167,15 +190,15 @@ def extra_flags(extra_args: Mapping[str, Any], release: VllmRelease) -> list[str
     return words
 
 
-def _refuse_flag(key: str, flag: str, release: VllmRelease) -> None:
+def _refuse_flag(key: str, flag: str, release: VllmRelease, managed: Mapping[str, str]) -> None:
     where = f"serve.extra_args.{key}"
     bare = flag.removeprefix("no-")
     if not _FLAG.match(flag):
         raise ConfigError(
             f"{key!r} is no vLLM flag", where="serve.extra_args", remedy="write it as vLLM does, e.g. max_num_seqs"
         )
-    if bare in MANAGED:
-        raise ConfigError(f"--{flag} is managed here", where=where, remedy=f"set {MANAGED[bare]} instead")
+    if bare in managed:
+        raise ConfigError(f"--{flag} is managed here", where=where, remedy=f"set {managed[bare]} instead")
     if is_secret_name(bare):
         raise ConfigError(f"--{flag} would put a secret on the command line", where=where, remedy=shell_remedy(bare))
     if flag in release.removed_flags:

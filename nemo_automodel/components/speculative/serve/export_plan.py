@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import struct
@@ -47,7 +48,7 @@ class ExportPlan:
     weight_bytes: int  # size of the exported weights file
     model_dir: Path
     sources: tuple[str, ...]  # files below model_dir whose bytes the export depends on
-    content: Mapping[str, Any]  # layout version, config, renames, dropped, copies
+    content: Mapping[str, Any]  # layout version, config, renames, dropped, copies, zeros
     fixups: tuple[Mapping[str, Any], ...]  # for the manifest's reader; no part of freshness, wording may change
     notes: tuple[str, ...]
 
@@ -71,6 +72,8 @@ def plan_export(resolved: Resolved, fixups: Fixups, spec: ServeSpec, base_dir: P
         "dropped": list(fixups.dropped),
         "copies": dict(fixups.copies),
     }
+    if fixups.zeros:  # a key only where it is needed: exports made without it stay fresh
+        content["zeros"] = dict(fixups.zeros)
     changes = tuple(vars(change) for change in fixups.changes)
     end = max((segment.dest + segment.length for segment in segments), default=len(header))
     sources = (CONFIG, *sorted(str(shard.relative_to(resolved.model_dir)) for shard in resolved.shards))
@@ -110,27 +113,42 @@ def _label(model_dir: Path) -> str:
 def _layout(resolved: Resolved, fixups: Fixups) -> tuple[bytes, tuple[Segment, ...]]:
     kept = [tensor for tensor in resolved.tensors if tensor.name in fixups.renames]
     starts = {shard: read_safetensors_header(shard).data_start for shard in resolved.shards}
-    one_shard = len(resolved.shards) == 1 and not fixups.copies
+    one_shard = len(resolved.shards) == 1 and not (fixups.copies or fixups.zeros)
     if one_shard and len(kept) == len(read_safetensors_header(resolved.shards[0]).tensors):
         whole = _whole_file(resolved.shards[0], kept, fixups, starts[resolved.shards[0]])
         if whole is not None:
             return whole
-    # Widest dtype first keeps every tensor aligned to its element size, as safetensors' own writer does.
     named = [(fixups.renames[tensor.name], tensor) for tensor in kept]
     named += [(name, tensor) for name, source in fixups.copies.items() for tensor in kept if tensor.name == source]
-    named.sort(key=lambda pair: (-DTYPE_BYTES[pair[1].info.dtype], str(pair[1].shard), pair[1].info.begin))
-    placed: list[TensorInfo] = []
-    at = 0
-    for name, tensor in named:
-        size = tensor.info.end - tensor.info.begin
-        placed.append(TensorInfo(name, tensor.info.dtype, tensor.info.shape, at, at + size))
-        at += size
+    placed = _place(named, fixups)
     header = build_safetensors_header(placed, {"format": "pt"})
+    sources = dict(named)
     segments = [
         Segment(tensor.shard, starts[tensor.shard] + tensor.info.begin, len(header) + info.begin, info.end - info.begin)
-        for (_, tensor), info in zip(named, placed, strict=True)
+        for info in placed
+        if (tensor := sources.get(info.name)) is not None
     ]
     return header, tuple(_merge(segments))
+
+
+def _place(named: list[tuple[str, ShardTensor]], fixups: Fixups) -> list[TensorInfo]:
+    """Where each exported tensor lies. Widest dtype first keeps every tensor aligned to its element size, as
+    safetensors' own writer does.
+
+    Zeros are holes that no segment fills; they come before the tensors of their dtype, of which there is one at least,
+    so that the file never ends in one.
+    """
+    order = [
+        ((-DTYPE_BYTES[t.info.dtype], str(t.shard), t.info.begin), n, t.info.dtype, t.info.shape) for n, t in named
+    ]
+    order += [((-DTYPE_BYTES[dtype], "", 0), name, dtype, shape) for name, (dtype, shape) in fixups.zeros.items()]
+    placed: list[TensorInfo] = []
+    at = 0
+    for _, name, dtype, shape in sorted(order, key=lambda entry: entry[0]):
+        size = DTYPE_BYTES[dtype] * math.prod(shape)
+        placed.append(TensorInfo(name, dtype, shape, at, at + size))
+        at += size
+    return placed
 
 
 def _whole_file(

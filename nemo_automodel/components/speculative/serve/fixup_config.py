@@ -6,18 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_automodel.components.speculative.draft.spec import default_aux_layer_ids
-from nemo_automodel.components.speculative.serve.fixup_tensors import FLOATS, Names
+from nemo_automodel.components.speculative.serve.fixup_family import PEAGLE, class_names
+from nemo_automodel.components.speculative.serve.fixup_sizes import check_heads
+from nemo_automodel.components.speculative.serve.fixup_tensors import FLOATS, Names, add_output_biases
 from nemo_automodel.components.speculative.serve.ledger import DRAFT, Ledger, as_mapping
 from nemo_automodel.components.speculative.serve.types import Fixup, TargetFacts
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
 
 LLAMA, QWEN3 = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
-_ARCHITECTURES = {
-    *("LlamaEagle3DraftModel", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
-    *("Eagle3Qwen3ForCausalLM", "PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM"),
-    *("Eagle3DraftModel", "Eagle3Speculator"),
-}
-_PEAGLE_ARCHITECTURES = {"PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM"}
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id", "dspark_noise_token_id")
 
 
@@ -29,9 +25,7 @@ def read_kind(ledger: Ledger, names: Names) -> bool:
     if flag is not None:
         ledger.problem(f"parallel_drafting is {flag!r}", remedy="write true or false")
     config = ledger.config
-    named = config.get("speculators_model_type") == "peagle" or _PEAGLE_ARCHITECTURES & set(
-        config.get("architectures") or []
-    )
+    named = config.get("speculators_model_type") == "peagle" or PEAGLE & set(class_names(config))
     has_mask = any(config.get(key) is not None for key in _MASK_KEYS)
     parallel = bool(named) or (names.has("mask_hidden") and has_mask)
     if parallel and not named:
@@ -52,14 +46,13 @@ def un_nest_speculators(ledger: Ledger) -> None:
     kind = ledger.config.get("speculators_model_type")
     if kind is None:
         return
-    if kind not in ("eagle3", "peagle"):
-        ledger.problem(f"speculators_model_type is {kind!r}", remedy="name an eagle3 or peagle draft")
     layer = ledger.config.get("transformer_layer_config")
     if not isinstance(layer, dict):
         ledger.problem("transformer_layer_config is missing", remedy="save the draft again with speculators")
         return
-    proposals = as_mapping(ledger.config.get("speculators_config")).get("proposal_methods") or [{}]
-    tokens = as_mapping(proposals[0]).get("speculative_tokens")
+    proposals = as_mapping(ledger.config.get("speculators_config")).get("proposal_methods")
+    first = proposals[0] if isinstance(proposals, list) and proposals else None
+    tokens = as_mapping(first).get("speculative_tokens")
     top = {
         k: v for k, v in ledger.config.items() if not k.startswith("speculators_") and k != "transformer_layer_config"
     }
@@ -72,28 +65,8 @@ def un_nest_speculators(ledger: Ledger) -> None:
     ledger.changes.append(Fixup("transformer_layer_config", "nested", "top level", why))
 
 
-def fix_shape_keys(ledger: Ledger, names: Names) -> None:
-    """Layer count from the weights; sizes that readers default differently are written out."""
-    count = names.layer_count()
-    if count == 0:
-        ledger.problem("the weights hold no decoder layer", where="tensors", remedy="name an EAGLE-3 or P-EAGLE draft")
-    else:
-        ledger.set("num_hidden_layers", count, "the weights hold that many; vLLM leaves surplus layers uninitialised")
-    hidden, heads = ledger.number("hidden_size"), ledger.number("num_attention_heads")
-    if heads and ledger.config.get("num_key_value_heads") is None:
-        ledger.set("num_key_value_heads", heads, "absent: as many as attention heads")
-    if hidden and heads and ledger.config.get("head_dim") is None:
-        ledger.set("head_dim", hidden // heads, "absent: hidden_size / num_attention_heads")
-    if not isinstance(ledger.config.get("rms_norm_eps"), (int, float)):
-        ledger.problem(f"rms_norm_eps is {ledger.config.get('rms_norm_eps')!r}", remedy="set it to the draft's own")
-
-
 def fix_architecture(ledger: Ledger, names: Names, release: VllmRelease) -> None:
     """The one class name that every vLLM from 0.14 loads, or the Qwen3 form for drafts with q_norm and k_norm."""
-    found = ledger.config.get("architectures")
-    foreign = [name for name in found or [] if name not in _ARCHITECTURES]
-    if foreign:
-        ledger.problem(f"architectures names {foreign[0]}", remedy="name a Llama- or Qwen3-style EAGLE-3 draft")
     qk_norm = names.any_like(r"\.self_attn\.[qk]_norm\.weight$")
     if qk_norm and not release.qwen3_draft:
         found_text = f"this draft has q_norm and k_norm, which vLLM {release.version} cannot load"
@@ -103,10 +76,12 @@ def fix_architecture(ledger: Ledger, names: Names, release: VllmRelease) -> None
     ledger.set(
         "model_type", "qwen3" if qk_norm else "llama", "the draft's own form, told by its tensors, not the target's"
     )
+    check_heads(ledger)
 
 
 def fix_features(ledger: Ledger, names: Names, release: VllmRelease) -> None:
     """Flags follow the tensors; what the chosen release would silently ignore is refused."""
+    add_output_biases(ledger, names)
     qkv = names.any_like(r"self_attn\.[qkv]_proj\.bias$")
     _follow(ledger, "attention_bias", qkv or names.any_like(r"self_attn\.o_proj\.bias$"))
     _follow(ledger, "mlp_bias", names.any_like(r"mlp\..*_proj\.bias$"))
@@ -117,8 +92,8 @@ def fix_features(ledger: Ledger, names: Names, release: VllmRelease) -> None:
     nested = as_mapping(ledger.config.get("eagle_config"))
     if "norm_before_fc" in nested and bool(nested["norm_before_fc"]) != names.has("input_norm.weight"):
         ledger.problem("eagle_config.norm_before_fc speaks against the tensors", remedy="mend or remove that key")
-    if nested.get("use_aux_hidden_state") is False:
-        ledger.problem("eagle_config.use_aux_hidden_state is false", remedy="only drafts with aux layers are served")
+    if nested.get("norm_before_residual") is True and not ledger.config.get("norm_before_residual"):
+        ledger.set("norm_before_residual", True, "eagle_config names it, where no vLLM reads it")
     if ledger.config.get("hidden_act", "silu") != "silu":
         ledger.problem(f"hidden_act is {ledger.config['hidden_act']!r}", remedy="vLLM's draft layers know silu only")
     since = {"attention_bias": "0.16", "norm_before_fc": "0.18", "fc_norm": "0.22", "norm_output": "0.22"}
@@ -129,7 +104,7 @@ def fix_features(ledger: Ledger, names: Names, release: VllmRelease) -> None:
 
 
 def _follow(ledger: Ledger, key: str, present: bool) -> None:
-    if bool(ledger.config.get(key)) != present:
+    if key in ledger.config and ledger.config[key] is not present or present:
         ledger.set(key, present, "the flag follows the tensors that are there")
 
 
@@ -146,11 +121,11 @@ def fix_mask_token(ledger: Ledger, parallel: bool) -> None:
             "a P-EAGLE draft without mask_token_id", remedy="write the id it was trained with as mask_token_id"
         )
         return
-    if len(set(found.values())) > 1:
+    value = next(iter(found.values()))
+    if any(other != value for other in found.values()):
         listed = ", ".join(f"{key}={value}" for key, value in found.items())
         ledger.problem(f"mask token ids disagree: {listed}", remedy="keep the one it was trained with")
         return
-    value = next(iter(found.values()))
     size = ledger.config.get("vocab_size")
     if type(value) is not int or value < 0 or (type(size) is int and value >= size):
         ledger.problem(
@@ -179,8 +154,10 @@ def fix_aux_layers(ledger: Ledger, target: TargetFacts | None, release: VllmRele
     if len(ids) != 3 and not release.aux_count_free:
         found = f"{len(ids)} aux layers, vLLM {release.version} takes 3"
         ledger.problem(found, remedy="use vLLM >= 0.22", where="serve.vllm.version", needs_newer_vllm=True)
-    if len(ids) != 3 or ledger.config.get("num_aux_hidden_states") is not None:
+    nested = as_mapping(ledger.config.get("eagle_config")).get("eagle_aux_hidden_state_layer_ids")
+    if len(ids) != 3 or nested or ledger.config.get("num_aux_hidden_states") is not None:
         ledger.set("num_aux_hidden_states", len(ids), "llama_eagle3.py assumes 3 when it is absent")
+    ledger.drop("num_aux_layers", "qwen3_eagle3.py would take it before the number of ids")
     ledger.set(
         "eagle_aux_hidden_state_layer_ids", list(ids), "vLLM reads the ids at the top level, else it guesses them"
     )
@@ -213,18 +190,33 @@ def _named_aux(ledger: Ledger, layers: int | None) -> list[int] | None:
         return list(top)
     nested = as_mapping(ledger.config.get("eagle_config")).get("eagle_aux_hidden_state_layer_ids")
     if not isinstance(nested, (list, tuple)) or not nested:
-        return None
+        return _dflash_aux(ledger)
     if layers is not None and list(nested) == [1, layers // 2 - 1, layers - 4]:
         shifted = [i + 1 for i in nested]
         ledger.warn(f"eagle_config counts layer outputs ({list(nested)}): as inputs, vLLM's way, they are {shifted}")
         return shifted
-    ledger.warn(f"eagle_config names aux layers {list(nested)}: taken as layer inputs, as vLLM >= 0.22 does")
+    ledger.warn(
+        f"eagle_config names aux layers {list(nested)}: taken as layer inputs, as vLLM >= 0.22 does",
+        remedy="if its trainer counts layer outputs, as SpecForge and SGLang do, write them 1 higher as "
+        "eagle_aux_hidden_state_layer_ids into config.json",
+    )
     return list(nested)
+
+
+def _dflash_aux(ledger: Ledger) -> list[int] | None:
+    ids = as_mapping(ledger.config.get("dflash_config")).get("target_layer_ids")
+    if not isinstance(ids, (list, tuple)) or not ids or not all(type(i) is int for i in ids):
+        return None
+    ledger.warn(f"dflash_config counts layer outputs ({list(ids)}): as inputs, vLLM's way, each is 1 higher")
+    return [i + 1 for i in ids]
 
 
 def _guess_aux(ledger: Ledger, layers: int | None) -> list[int] | None:
     if layers is None:
-        ledger.warn("the draft names no aux layers and the target cannot be read: vLLM will guess them")
+        ledger.warn(
+            "the draft names no aux layers and the target is not known: vLLM will guess (2, n//2, n-3)",
+            remedy="name the target, or write eagle_aux_hidden_state_layer_ids into config.json",
+        )
         return None
     try:
         guess = list(default_aux_layer_ids(layers))
@@ -244,6 +236,10 @@ def clean(ledger: Ledger, names: Names) -> None:
         for key in ("quantization_config", "compression_config"):
             ledger.drop(key, "cloned from the target; the draft's tensors are plain")
     ledger.drop("auto_map", "points to Python code that is not here")
+    for key in ("text_config", "vision_config", "audio_config"):
+        ledger.drop(key, "cloned from a multimodal target; vLLM would read the draft's sizes there")
+    if ledger.config.get("is_causal") is False:
+        ledger.problem("is_causal is false", remedy="remove it: drafts attend causally")
     _fix_layer_types(ledger)
     if names.has("lm_head.weight") and ledger.config.get("tie_word_embeddings"):
         ledger.set("tie_word_embeddings", False, "the draft has an lm_head of its own")
@@ -259,9 +255,10 @@ def _fix_layer_types(ledger: Ledger) -> None:
     types: Any = ledger.config.get("layer_types")
     count = ledger.config.get("num_hidden_layers") or 0
     if not isinstance(types, list) or "sliding_attention" not in types[:count]:
-        ledger.drop("layer_types", "full attention in every draft layer; the target's list has another length")
-        if ledger.config.get("sliding_window") is not None:
-            ledger.drop("sliding_window", "cloned from the target; no draft layer slides")
+        ledger.drop("layer_types", "full attention in every draft layer, as vLLM builds them without it")
+        for key in ("sliding_window", "use_sliding_window"):
+            if ledger.config.get(key) not in (None, False):
+                ledger.drop(key, "cloned from the target; no draft layer slides")
     elif not ledger.config.get("sliding_window"):
         ledger.problem(
             "layer_types has sliding_attention, but there is no sliding_window", where=DRAFT, remedy="set it"

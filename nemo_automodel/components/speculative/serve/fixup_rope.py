@@ -3,12 +3,25 @@
 
 from __future__ import annotations
 
+from typing import Any, Mapping
+
 from nemo_automodel.components.speculative.draft.spec import RopeSpec
 from nemo_automodel.components.speculative.serve.ledger import Ledger, as_mapping
 from nemo_automodel.components.speculative.serve.types import ServeSpec, TargetFacts
 
 # kinds whose table vLLM sizes by max_position_embeddings, so that raising it changes nothing below the old limit
 _RAISABLE = {None, "llama3", "linear"}
+# kinds that transformers' LlamaConfig and vLLM's get_rope both know, and what they cannot do without
+_KINDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "deepseek_yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def fix_positions(ledger: Ledger, target: TargetFacts | None, spec: ServeSpec) -> None:
@@ -17,12 +30,38 @@ def fix_positions(ledger: Ledger, target: TargetFacts | None, spec: ServeSpec) -
         return
     if _theta(ledger) is None:
         ledger.warn("the draft names no rope_theta: 10000 is assumed, the default of Llama")
+    _fill_original(ledger)
+    partial = as_mapping(ledger.config.get("rope_parameters")).get("partial_rotary_factor")
     rope = RopeSpec.from_config(ledger.config)
     for key, value in rope.to_config().items():
         ledger.set(key, value, "both spellings of rope, equal values: readers differ in which they read")
+    if partial is not None and not rope.scaling:
+        ledger.set("partial_rotary_factor", partial, "out of rope_parameters: transformers reads it here, too")
     if not rope.scaling:
         ledger.drop("rope_scaling", "rope is not scaled")
-    _reach(ledger, rope, target.max_position_embeddings if target else 0, spec.max_model_len)
+    _reach(ledger, rope, _target_length(target), spec.max_model_len)
+
+
+def _fill_original(ledger: Ledger) -> None:
+    """Readers take max_position_embeddings for an absent original length; as that one may be lifted, it is written."""
+    length = ledger.config.get(_ORIGINAL) or ledger.config.get("max_position_embeddings")
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = as_mapping(ledger.config.get(key))
+        if _kind(rope) in ("llama3", "yarn", "longrope", "deepseek_yarn") and rope.get(_ORIGINAL) is None and length:
+            ledger.config[key] = {**rope, _ORIGINAL: length}
+
+
+def _target_length(target: TargetFacts | None) -> int:
+    """The longest text vLLM serves the target with by itself: a scaled rope reaches beyond max_position_embeddings."""
+    if target is None:
+        return 0
+    length = target.max_position_embeddings
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = as_mapping(target.config.get(key))
+        factor, original = rope.get("factor"), rope.get(_ORIGINAL)
+        if _kind(rope) == "yarn" and type(factor) in (int, float) and type(original) is int:
+            length = max(length, int(original * factor))
+    return length
 
 
 def _theta(ledger: Ledger) -> float | None:
@@ -37,7 +76,8 @@ def _is_readable(ledger: Ledger) -> bool:
     if any(isinstance(value, dict) for value in both.values()):
         ledger.problem("rope_parameters differ by layer type", remedy="vLLM's draft layers share one rope")
     elif "mrope_section" in both or "mrope_section" in scaling:
-        ledger.problem("rope is multimodal (mrope_section)", remedy="vLLM drafts with plain rope only")
+        found = "rope is multimodal (mrope_section), which this tool does not export"
+        ledger.problem(found, remedy="name a draft with plain rope (vLLM refuses this one for P-EAGLE)")
     elif not all(value is None or (type(value) in (int, float) and value > 0) for value in (nested, flat)):
         ledger.problem(f"rope_theta is {nested if flat is None else flat!r}", remedy="set it to a positive number")
     elif nested is not None and flat is not None and nested != flat:
@@ -46,17 +86,35 @@ def _is_readable(ledger: Ledger) -> bool:
     elif both and scaling and _kind(both) != _kind(scaling):
         found = f"rope_parameters say {_kind(both)}, rope_scaling says {_kind(scaling)}"
         ledger.problem(found, remedy="keep the one it was trained with")
+    elif (fault := _scaling_fault(both) or _scaling_fault(scaling)) is not None:
+        ledger.problem(fault, remedy="keep what it was trained with")
     else:
         return True
     return False
 
 
+def _scaling_fault(rope: Mapping[str, Any]) -> str | None:
+    """An unknown kind of scaling, or one without a number it needs: vLLM's get_rope ends with it at start."""
+    kind = _kind(rope)
+    if not isinstance(kind, str) or kind not in _KINDS:
+        return f"rope type {kind!r} is none of {', '.join(_KINDS)}"
+    if kind == "dynamic" and rope.get("alpha") is not None:
+        return None
+    lists = ("short_factor", "long_factor")
+    bad = [key for key in _KINDS[kind] if not isinstance(rope.get(key), list if key in lists else (int, float))]
+    return f"{kind} rope has no usable {', '.join(bad)}" if bad else None
+
+
 def _kind(rope: object) -> str:
-    return as_mapping(rope).get("rope_type") or as_mapping(rope).get("type") or "default"
+    kind = as_mapping(rope).get("rope_type") or as_mapping(rope).get("type") or "default"
+    return "longrope" if kind == "su" else kind  # Phi-3's first name for it, which vLLM translates, too
 
 
 def _reach(ledger: Ledger, rope: RopeSpec, target_length: int, asked: int | None) -> None:
     """`max_position_embeddings` sizes vLLM's rope table: too short, and long answers read beyond its end."""
+    if ledger.config.get("max_position_embeddings") is None and target_length:
+        ledger.warn("the draft names no max_position_embeddings: the length it was trained for is not known")
+        ledger.set("max_position_embeddings", target_length, "absent: the target's; sizes vLLM's rope table")
     trained = ledger.number("max_position_embeddings")
     if trained is None:
         return
@@ -65,6 +123,18 @@ def _reach(ledger: Ledger, rope: RopeSpec, target_length: int, asked: int | None
     if kind in _RAISABLE and trained < reach:
         why = f"sizes vLLM's rope table; the draft was made for {trained}, the target reaches {reach}"
         ledger.set("max_position_embeddings", reach, why)
-    elif kind not in _RAISABLE and trained < served:
-        found = f"max_position_embeddings is {trained} with {kind} rope, the served length is {served}"
-        ledger.problem(found, remedy=f"serve.max_model_len={trained}, or set the draft's rope for {served}")
+    elif kind not in _RAISABLE and (covered := _covered(rope.scaling or {}, kind, trained)) < served:
+        found = f"max_position_embeddings is {trained} with {kind} rope"
+        found += f", which reaches {covered}" if covered != trained else ""
+        remedy = f"serve.max_model_len={covered}, or set the draft's rope for {served}"
+        ledger.problem(f"{found}, the served length is {served}", remedy=remedy)
+
+
+def _covered(scaling: Mapping[str, Any], kind: str | None, trained: int) -> int:
+    """Positions in the rope table that vLLM builds (`rotary_embedding/*.py`)."""
+    factor, original = scaling.get("factor"), scaling.get(_ORIGINAL)
+    if kind in ("yarn", "deepseek_yarn") and type(factor) in (int, float) and type(original) is int:
+        return int(original * factor)
+    if kind == "dynamic" and type(factor) in (int, float):
+        return int(trained * factor)
+    return trained

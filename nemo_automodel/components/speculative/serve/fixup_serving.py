@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from nemo_automodel.components.speculative.serve.fixup_target import check_family
 from nemo_automodel.components.speculative.serve.fixup_tensors import Names
 from nemo_automodel.components.speculative.serve.ledger import Ledger
 from nemo_automodel.components.speculative.serve.types import ServeSpec, TargetFacts
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
 
 FALLBACK_DEPTH = 3
+MAX_DEPTH = 128  # MAX_SPEC_LEN in vllm/v1/sample/rejection_sampler.py, 0.32
 _DEPTH_KEYS = {True: ("num_depths",), False: ("ttt_steps", "ttt_length", "num_speculative_tokens")}
 # (max_num_batched_tokens, max_num_seqs) that vLLM takes by itself on small and large GPUs, EngineArgs 0.17-0.27
 _DEFAULT_BUDGETS = ((2048, 256), (8192, 1024))
+_CPU_BUDGET = (2048, 128)  # of the API server, times tensor_parallel_size (read in 0.26)
 
 
 def check_target(ledger: Ledger, names: Names, target: TargetFacts | None, release: VllmRelease) -> None:
@@ -37,20 +40,15 @@ def check_target(ledger: Ledger, names: Names, target: TargetFacts | None, relea
     check_family(ledger, target, release)
 
 
-def check_family(ledger: Ledger, target: TargetFacts, release: VllmRelease) -> None:
-    """Releases before 0.22 keep a list of target families."""
-    allowed = release.target_allow_list
-    if allowed is not None and not any(part in target.model_type for part in allowed):
-        found = f"vLLM {release.version} does not take EAGLE-3 drafts for a {target.model_type} target"
-        ledger.problem(found, where="serve.vllm.version", remedy="use vLLM >= 0.22", needs_newer_vllm=True)
-
-
 def choose_depth(ledger: Ledger, parallel: bool, spec: ServeSpec, recipe_depth: int | None) -> int:
     """K: what was asked for, else the trained depth (config.json, then the recipe's file), else 3 with a warning."""
     trained = next((v for k in _DEPTH_KEYS[parallel] if type(v := ledger.config.get(k)) is int and v > 0), None)
     if trained is None and not parallel:
         trained = recipe_depth
     asked = spec.num_speculative_tokens
+    if (asked or trained or 0) > MAX_DEPTH:
+        found = f"K={asked or trained} is above {MAX_DEPTH}, the most that vLLM's sampler takes"
+        ledger.problem(found, where="serve.num_speculative_tokens", remedy=f"give {MAX_DEPTH} or fewer")
     if asked is not None and asked < 1:
         found = f"num_speculative_tokens is {asked}"
         ledger.problem(
@@ -60,11 +58,13 @@ def choose_depth(ledger: Ledger, parallel: bool, spec: ServeSpec, recipe_depth: 
     if asked is None:
         if trained is None:
             ledger.warn(
-                f"the draft does not say how deep it was trained: K={FALLBACK_DEPTH} (serve.num_speculative_tokens=N)"
+                f"the draft does not say how deep it was trained: K={FALLBACK_DEPTH}",
+                remedy="serve.num_speculative_tokens=N",
             )
         return trained or FALLBACK_DEPTH
     if trained is not None and asked > trained:
-        ledger.warn(f"K={asked} is above the trained depth {trained}: the positions beyond it will rarely be accepted")
+        found = f"K={asked} is above the trained depth {trained}: the positions beyond it will rarely be accepted"
+        ledger.warn(found, where="serve.num_speculative_tokens")
     return asked
 
 
@@ -104,7 +104,9 @@ def _check_budget(ledger: Ledger, depth: int, release: VllmRelease, spec: ServeS
         return
     if release.slot_budget != "per_sequence":
         return
-    budgets = [(tokens or own_tokens, seqs or own_seqs) for own_tokens, own_seqs in _DEFAULT_BUDGETS]
+    ranks = spec.tensor_parallel_size
+    defaults = ((_CPU_BUDGET[0] * ranks, _CPU_BUDGET[1] * ranks),) if release.cpu else _DEFAULT_BUDGETS
+    budgets = [(tokens or own_tokens, seqs or own_seqs) for own_tokens, own_seqs in defaults]
     full = [(budget, rows) for budget, rows in budgets if (depth - 1) * rows >= budget]
     if not full:
         return
@@ -114,7 +116,9 @@ def _check_budget(ledger: Ledger, depth: int, release: VllmRelease, spec: ServeS
     if len(full) == len(budgets):
         ledger.problem(found, where=where, remedy=remedy)
     else:  # vLLM chooses what is not given by the GPU, which is not known here
-        ledger.warn(f"{found} where those are its defaults for the GPU, and would not start: {remedy}")
+        ledger.warn(
+            f"{found} where those are its defaults for the GPU, and would not start", where=where, remedy=remedy
+        )
 
 
 def _count(spec: ServeSpec, key: str) -> int | None:

@@ -14,7 +14,7 @@ from nemo_automodel.components.speculative.serve.types import Fixup, Resolved, S
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
 
 FLOATS = ("F32", "F16", "BF16", "F64")
-_UNUSED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+_UNUSED = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|rotary_pos_emb\.inv_freq)$")
 _LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -27,6 +27,7 @@ class Names:
     kept: dict[str, ShardTensor] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     copied: set[str] = field(default_factory=set)  # those of `kept` whose source is exported under another name as well
+    zeros: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # exported without a source
 
     def has(self, name: str) -> bool:
         return name in self.kept
@@ -88,12 +89,33 @@ def plan_names(resolved: Resolved, ledger: Ledger) -> Names:
     return names
 
 
+def add_output_biases(ledger: Ledger, names: Names) -> None:
+    """Layers with biases on q, k and v and none on `o_proj` (Qwen2's form) get one of zeros, which changes nothing.
+
+    vLLM's llama_eagle3.py builds all four from `attention_bias` and leaves the one that is missing uninitialised.
+    """
+    if names.any_like(r"\.self_attn\.([qk]_norm\.weight|o_proj\.bias)$"):
+        return  # the Qwen3 form builds none; one that only some layers have is missing in the others
+    made = []
+    for i in range(names.layer_count()):
+        stem = f"layers.{i}.self_attn"
+        output = names.kept.get(f"{stem}.o_proj.weight")
+        if output is not None and len(output.info.shape) == 2 and names.has(f"{stem}.q_proj.bias"):
+            made.append(f"{stem}.o_proj.bias")
+            names.zeros[made[-1]] = (output.info.dtype, (output.info.shape[0],))
+    if made:
+        why = "q, k and v have biases, o_proj has none: vLLM builds one with them and would leave it uninitialised"
+        ledger.changes.append(Fixup(f"tensor {made[0]}", None, f"zeros ({len(made)} layers)", why))
+
+
 def fix_mask_hidden(ledger: Ledger, names: Names, parallel: bool, release: VllmRelease) -> None:
     """P-EAGLE needs the learnable `mask_hidden`, three (number of aux layers) target hidden states wide."""
     if not parallel:
         if names.has("mask_hidden"):
             ledger.warn(
-                "mask_hidden is there, but the config says parallel_drafting=false: served as sequential EAGLE-3"
+                "mask_hidden is there, but the config does not say parallel_drafting=true with a mask token: served as "
+                "sequential EAGLE-3, far below what a P-EAGLE draft can do",
+                remedy="if it is one, write parallel_drafting=true and its mask_token_id into config.json",
             )
             names.leave_out("mask_hidden", ledger, "only parallel drafting reads it")
         return
@@ -125,16 +147,10 @@ def check_weights(ledger: Ledger, names: Names) -> None:
     expected = _expected_shapes(ledger, names)
     if expected is None:
         return
-    missing = sorted(name for name in expected if name not in names.kept)
-    if not names.has("fc.weight"):
-        remedy = "name an EAGLE-3 or P-EAGLE draft (an ordinary language model has no fc.weight)"
-        ledger.problem(
-            f"no fc.weight among {len(names.kept)} tensors: this is no EAGLE-3 draft", where="tensors", remedy=remedy
-        )
-        return
+    missing = sorted(name for name in expected if name not in names.kept and name not in names.zeros)
     if missing:
         shown = ", ".join(missing[:6]) + (", ..." if len(missing) > 6 else "")
-        found = f"{len(missing)} weights are missing, and vLLM would not say so: {shown}"
+        found = f"missing, and vLLM would not say so: {shown} ({len(missing)} in all)"
         ledger.problem(found, where="tensors", remedy="save the draft again, with all its weights")
     for name, shape in expected.items():
         if name in names.kept and names.shape(name) != shape:
@@ -195,7 +211,7 @@ def _layer_shapes(i: int, sizes: dict[str, int], ledger: Ledger) -> dict[str, tu
         shapes[f"layers.{i}.{group}.{linear}.weight"] = (rows[linear], columns[linear])
         # llama_eagle3.py builds o_proj.bias too when attention_bias is set; qwen3_eagle3.py never does
         biased = ledger.config.get("attention_bias") and not (qk_norm and linear == "o_proj")
-        if (group == "self_attn" and biased) or (group == "mlp" and ledger.config.get("mlp_bias")):
+        if (group == "self_attn" and biased) or (group == "mlp" and ledger.config.get("mlp_bias") and not qk_norm):
             shapes[f"layers.{i}.{group}.{linear}.bias"] = (rows[linear],)
     if qk_norm:
         shapes |= {f"layers.{i}.self_attn.{name}.weight": (head,) for name in ("q_norm", "k_norm")}

@@ -14,7 +14,8 @@ from nemo_automodel.components.speculative.serve.ledger import Ledger
 from nemo_automodel.components.speculative.serve.types import Fixup, ShardTensor
 from nemo_automodel.files import read_safetensors_header
 
-_CODES = {"I64": "q", "I32": "i"}
+# any of these is cast to int64 by vLLM's loader; a float is exact up to 2**24
+_CODES = {"I64": "q", "I32": "i", "I16": "h", "F32": "f", "F64": "d"}
 
 
 def untie(ledger: Ledger, names: Names) -> None:
@@ -40,11 +41,10 @@ def fix_vocabulary(ledger: Ledger, names: Names) -> None:
     size = ledger.number("vocab_size")
     if size is None:
         return
-    head = names.shape("lm_head.weight")
+    head = names.shape("lm_head.weight") or names.shape("d2t")
     if ledger.config.get("draft_vocab_size") is None:
-        ledger.set(
-            "draft_vocab_size", head[0] if head else size, "absent: the rows of lm_head, else the whole vocabulary"
-        )
+        rows = head[0] if head else size
+        ledger.set("draft_vocab_size", rows, "absent: the rows of lm_head or d2t, else the whole vocabulary")
     draft = ledger.number("draft_vocab_size")
     if draft is None:
         return
@@ -52,6 +52,11 @@ def fix_vocabulary(ledger: Ledger, names: Names) -> None:
         ledger.problem(f"draft_vocab_size {draft} is above vocab_size {size}", remedy="mend the draft's config.json")
     elif draft == size:
         _leave_out_full_map(ledger, names)
+        if not names.has("lm_head.weight"):
+            found = (
+                "there is no lm_head: the target's head is used, which is right only if the draft was trained with it"
+            )
+            ledger.warn(found, where="tensors")
     else:
         _check_map(ledger, names, draft, size)
 
@@ -87,6 +92,8 @@ def _check_map(ledger: Ledger, names: Names, draft: int, size: int) -> None:
     ids = [i + offset for i, offset in enumerate(offsets)]
     marked = _marked(ledger, names, size)
     if _valid(ids, size) and (marked is None or marked == sorted(ids)):
+        if marked is None and not any(offsets):
+            ledger.warn(f"d2t is all zeros and there is no t2d: draft ids are taken for the first {draft} target ids")
         return
     plain = list(offsets)
     if _valid(plain, size) and (marked is None or marked == sorted(plain)):
@@ -103,18 +110,19 @@ def _valid(ids: list[int], size: int) -> bool:
 
 
 def _marked(ledger: Ledger, names: Names, size: int) -> list[int] | None:
-    """The target ids that `t2d` [vocab] marks, ascending; None without a usable one."""
+    """The target ids that `t2d` [vocab] marks, ascending; None without a usable one, which no vLLM reads anyway."""
     if not names.has("t2d"):
         return None
     tensor = names.kept["t2d"]
     if tensor.info.dtype not in ("BOOL", "U8") or tensor.info.shape != (size,):
         found = f"t2d is {tensor.info.dtype} {list(tensor.info.shape)}, not a mark for each of {size} ids"
-        ledger.problem(found, where="tensor t2d", remedy="save the draft again, or remove t2d")
+        ledger.warn(f"{found}: it is left out, and cannot confirm d2t", where="tensor t2d")
+        names.leave_out("t2d", ledger, "vLLM never reads it")
         return None
     return [i for i, mark in enumerate(read_bytes(tensor)) if mark]
 
 
-def _integers(ledger: Ledger, tensor: ShardTensor) -> array | None:
+def _integers(ledger: Ledger, tensor: ShardTensor) -> list[int] | None:
     code = _CODES.get(tensor.info.dtype)
     if code is None:
         ledger.problem(f"d2t is {tensor.info.dtype}", where="tensor d2t", remedy="save it as int64")
@@ -122,7 +130,10 @@ def _integers(ledger: Ledger, tensor: ShardTensor) -> array | None:
     values = array(code, read_bytes(tensor))
     if sys.byteorder == "big":
         values.byteswap()
-    return values
+    if not all(-(2**24) < value < 2**24 and value == int(value) for value in values):
+        ledger.problem("d2t does not hold whole numbers", where="tensor d2t", remedy="save it again, as int64")
+        return None
+    return [int(value) for value in values]
 
 
 def read_bytes(tensor: ShardTensor) -> bytes:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from nemo_automodel.components.speculative.serve.export_plan import EXPORT_DIR
 from nemo_automodel.components.speculative.serve.pipeline import export_line
 from nemo_automodel.components.speculative.serve.record import JobRecord
 from nemo_automodel.components.speculative.serve.report import Report
+from nemo_automodel.components.speculative.serve.runtime import make_line, resolve_release, settle_runtime
 from nemo_automodel.components.speculative.serve.target_facts import absolute_target, read_target_or_none
 from nemo_automodel.components.speculative.serve.types import Fixups, ServeSpec
-from nemo_automodel.components.speculative.serve.vllm_release import resolve_release
 
 
 def print_forecast(spec: ServeSpec, train_line: str, num_depths: int, *, base_dir: Path, run_dir: Path) -> int:
@@ -27,6 +28,7 @@ def print_forecast(spec: ServeSpec, train_line: str, num_depths: int, *, base_di
     """
     record, report = JobRecord(run_dir, str(run_dir)), Report()
     record.stage = "command"
+    spec = settle_runtime(spec, report.say, start=False)
     found = resolve_release(spec)
     record.vllm(found.installed, found.release.version)
     _, unread = read_target_or_none(spec.target, base_dir)
@@ -41,6 +43,7 @@ def print_forecast(spec: ServeSpec, train_line: str, num_depths: int, *, base_di
     command = build_command(model / EXPORT_DIR, planned, served, found.release, spec.python, spec.port, os.environ)
     record.command(command)
     record.save("printed")
+    made = [shlex.join(line)] if (line := make_line(spec)) else []
     report.say("would train, then export the last checkpoint, then start the server:")
-    print(" && ".join([train_line, export_line(served, str(model), found.release), command.shell()]), flush=True)
+    print(" && ".join([*made, train_line, export_line(served, str(model), found.release), command.shell()]), flush=True)
     return 0

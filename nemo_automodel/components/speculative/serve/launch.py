@@ -62,9 +62,17 @@ def running_server(
 
 
 def serve_foreground(
-    command: LaunchCommand, *, host: str, port: int, say: Say, on_ready: Callable[[ServerInfo], None]
+    command: LaunchCommand,
+    *,
+    host: str,
+    port: int,
+    say: Say,
+    on_ready: Callable[[ServerInfo], None],
+    speculative: bool = True,
 ) -> int:
     """Run the server until it ends, its output passing through on stderr; its exit code.
+
+    With `speculative`, ready means that vLLM's counters grow; SGLang has none.
 
     Raises:
         LaunchError: it does not become ready.
@@ -72,7 +80,7 @@ def serve_foreground(
     """
     with interruptible(), ServerProcess(command, PassThrough(sys.stderr)) as process:
         with _client(command, host, port) as client:
-            ready_s = wait_ready(process, client, speculative=True, say=say)
+            ready_s = wait_ready(process, client, speculative=speculative, say=say)
             on_ready(ServerInfo(client.url, process.pid, round(ready_s, 2)))
             say(f"ready after {ready_s:.0f} s: {client.url}/v1 serves {client.model}; Ctrl-C stops it")
         return process.wait()

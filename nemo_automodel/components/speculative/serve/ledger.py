@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 from nemo_automodel.components.speculative.serve.types import Fixup
 from nemo_automodel.errors import FixupError, UserError, VllmMissingError
@@ -23,13 +23,26 @@ class Problem:
     needs_newer_vllm: bool = False
 
 
+@dataclass(frozen=True)
+class Caution:
+    """Something that serves, but may not be what was trained; `remedy` is empty when there is nothing to type."""
+
+    found: str
+    where: str = DRAFT
+    remedy: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.found} ({self.remedy})" if self.remedy else self.found
+
+
 @dataclass
 class Ledger:
     """Mutable while planning, never seen outside it."""
 
     config: dict[str, Any]
     changes: list[Fixup] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    cautions: list[Caution] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
     def set(self, key: str, new: Any, why: str) -> None:
@@ -45,8 +58,8 @@ class Ledger:
         if key in self.config:
             self.changes.append(Fixup(key, self.config.pop(key), None, why))
 
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
+    def warn(self, found: str, *, where: str = DRAFT, remedy: str = "") -> None:
+        self.cautions.append(Caution(found, where, remedy))
 
     def problem(self, found: str, *, remedy: str, where: str = DRAFT, needs_newer_vllm: bool = False) -> None:
         self.problems.append(Problem(found, where, remedy, needs_newer_vllm))
@@ -61,24 +74,29 @@ class Ledger:
         return None
 
     def raise_problems(self, place: str) -> None:
-        """One error for all problems.
+        """`raise_problems` of what was found so far."""
+        raise_problems(self.problems, place)
 
-        Raises:
-            VllmMissingError: what is wrong includes that the chosen vLLM is too old for this draft.
-            FixupError: anything else.
-        """
-        if not self.problems:
-            return
-        kind: type[UserError] = VllmMissingError if any(p.needs_newer_vllm for p in self.problems) else FixupError
-        if len(self.problems) == 1:
-            only = self.problems[0]
-            raise kind(f"{place}: {only.found}", where=only.where, remedy=only.remedy)
-        listed = "; ".join(f"({i}) {p.found} [{p.where}] -> {p.remedy}" for i, p in enumerate(self.problems, 1))
-        raise kind(
-            f"{len(self.problems)} problems with {place}: {listed}",
-            where=WHERE,
-            remedy="mend all of these, or name another",
-        )
+
+def raise_problems(problems: Sequence[Problem], place: str) -> None:
+    """One error for all problems.
+
+    Raises:
+        VllmMissingError: what is wrong includes that the chosen vLLM is too old for this draft.
+        FixupError: anything else.
+    """
+    if not problems:
+        return
+    kind: type[UserError] = VllmMissingError if any(p.needs_newer_vllm for p in problems) else FixupError
+    if len(problems) == 1:
+        only = problems[0]
+        raise kind(f"{place}: {only.found}", where=only.where, remedy=only.remedy)
+    listed = "; ".join(f"({i}) {p.found} [{p.where}] -> {p.remedy}" for i, p in enumerate(problems, 1))
+    raise kind(
+        f"{len(problems)} problems with {place}: {listed}",
+        where=WHERE,
+        remedy="mend all of these, or name another",
+    )
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_automodel.components.speculative.serve.command import build_command, command_warnings
+from nemo_automodel.components.speculative.serve.doctor import Severity, findings_of
 from nemo_automodel.components.speculative.serve.export import export, reusable_digest
 from nemo_automodel.components.speculative.serve.export_plan import ExportPlan, plan_export
-from nemo_automodel.components.speculative.serve.fixup import plan_fixups
+from nemo_automodel.components.speculative.serve.fixup import examine
 from nemo_automodel.components.speculative.serve.port import find_port
 from nemo_automodel.components.speculative.serve.record import (
     RESULT,
@@ -27,12 +28,25 @@ from nemo_automodel.components.speculative.serve.record import (
 )
 from nemo_automodel.components.speculative.serve.report import Report
 from nemo_automodel.components.speculative.serve.resolve import resolve
+from nemo_automodel.components.speculative.serve.runtime import (
+    make_line,
+    release_to_export_for,
+    resolve_release,
+    settle_runtime,
+)
+from nemo_automodel.components.speculative.serve.sglang import (
+    build_sglang_command,
+    plan_sglang,
+    sglang_dest,
+    sglang_warnings,
+)
 from nemo_automodel.components.speculative.serve.target_facts import (
     absolute_target,
     read_target,
     read_target_or_none,
 )
 from nemo_automodel.components.speculative.serve.types import (
+    Engine,
     Exported,
     Fixups,
     LaunchCommand,
@@ -41,12 +55,7 @@ from nemo_automodel.components.speculative.serve.types import (
     ServeSpec,
     TargetFacts,
 )
-from nemo_automodel.components.speculative.serve.vllm_release import (
-    VllmRelease,
-    release_to_export_for,
-    require_vllm,
-    resolve_release,
-)
+from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease, require_vllm
 from nemo_automodel.errors import ConfigError, Interrupted, LaunchError
 
 COMMAND_LINE = "nemo_automodel.components.speculative.serve_vllm"
@@ -105,9 +114,11 @@ def refuse_foreground_sweep(spec: ServeSpec, multirun: bool) -> None:
 def _plan(spec: ServeSpec, base_dir: Path, record: JobRecord, report: Report, *, exporting: bool = False) -> _Plan:
     """Every pure stage in turn; the record knows at which one it ends. With `exporting` nothing is to be started."""
     record.stage = "release"
+    starting, sglang = not (spec.print_only or exporting), spec.engine is Engine.sglang
+    spec = settle_runtime(spec, report.say, start=starting)
     found = release_to_export_for(spec) if exporting else resolve_release(spec)
     record.vllm(found.installed, found.release.version)
-    if not (spec.print_only or exporting):
+    if starting and not sglang:
         require_vllm(found, spec)
     record.stage = "resolve"
     resolved = resolve(spec.checkpoint, base_dir)
@@ -120,11 +131,16 @@ def _plan(spec: ServeSpec, base_dir: Path, record: JobRecord, report: Report, *,
     )
     target, unread = _read_target(spec, base_dir)
     record.stage = "plan"
-    fixups = plan_fixups(resolved, found.release, target, spec, exporting=exporting)
+    examination = examine(resolved, found.release, target, spec, exporting=exporting)
+    if examination.problems:  # the error says why in one line; what else was found is said here
+        report.findings([finding for finding in findings_of(examination) if finding.severity is not Severity.error])
+    fixups = examination.require(str(resolved.model_dir))
+    fixups = plan_sglang(fixups) if sglang else fixups
     record.fixups(fixups)
     export_plan = plan_export(resolved, fixups, spec, base_dir)
+    export_plan = sglang_dest(export_plan) if sglang else export_plan
     report.plan(resolved, fixups)
-    served = () if exporting else command_warnings(spec, os.environ)
+    served = () if exporting else sglang_warnings(spec) if sglang else command_warnings(spec, os.environ)
     told = (*found.warnings, *unread, *fixups.warnings, *export_plan.notes, *served)
     record.warn(*told)
     for line in told:
@@ -142,6 +158,9 @@ def _read_target(spec: ServeSpec, base_dir: Path) -> tuple[TargetFacts | None, t
 
 def _command(plan: _Plan, port: int) -> LaunchCommand:
     """The planned command, on the port that was found."""
+    if plan.spec.engine is Engine.sglang:
+        place = plan.resolved.model_dir
+        return build_sglang_command(plan.export.dest, plan.fixups, plan.spec, plan.release, port, model_dir=place)
     return build_command(plan.export.dest, plan.fixups, plan.spec, plan.release, plan.spec.python, port, os.environ)
 
 
@@ -161,6 +180,8 @@ def _print(plan: _Plan, record: JobRecord, report: Report) -> int:
     if reusable_digest(plan.export) is None:
         report.say(f"the draft is not exported yet: the line does that first, to {plan.export.dest}")
         steps.insert(0, export_line(plan.spec, str(plan.resolved.model_dir), plan.release))
+    if line := make_line(plan.spec):
+        steps.insert(0, shlex.join(line))
     print(" && ".join(steps), flush=True)
     return 0
 
@@ -174,6 +195,7 @@ def export_line(spec: ServeSpec, draft: str, release: VllmRelease) -> str:
         "--vllm-version": release.version,
         "--max-model-len": spec.max_model_len,
         "--export-dir": spec.export_dir,
+        "--engine": None if spec.engine is Engine.vllm else spec.engine.value,
     }
     flags = [word for name, value in options.items() if value is not None for word in (name, str(value))]
     argv = [sys.executable, "-m", COMMAND_LINE, "--target", spec.target, "--draft", draft, *flags, "--export-only"]
@@ -218,7 +240,8 @@ def _foreground(plan: _Plan, record: JobRecord, report: Report) -> int:
         record.save("launched")
 
     try:
-        code = serve_foreground(command, host=host, port=port, say=report.say, on_ready=on_ready)
+        counted = plan.spec.engine is Engine.vllm
+        code = serve_foreground(command, host=host, port=port, say=report.say, on_ready=on_ready, speculative=counted)
     except Interrupted as error:
         if ready:  # how a foreground server is meant to end
             record.save("ok", error.found)

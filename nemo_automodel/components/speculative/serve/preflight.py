@@ -9,13 +9,17 @@ from typing import Callable
 
 from nemo_automodel.components.speculative.serve.command import build_baseline_command
 from nemo_automodel.components.speculative.serve.disk import check_disk
-from nemo_automodel.components.speculative.serve.fixup_serving import check_family, check_options, check_release
+from nemo_automodel.components.speculative.serve.fixup_serving import check_options, check_release
+from nemo_automodel.components.speculative.serve.fixup_target import check_family
 from nemo_automodel.components.speculative.serve.gpus import visible_gpus
 from nemo_automodel.components.speculative.serve.ledger import Ledger
 from nemo_automodel.components.speculative.serve.port import find_port
+from nemo_automodel.components.speculative.serve.report import Report
+from nemo_automodel.components.speculative.serve.runtime import is_planned, resolve_release, settle_runtime
+from nemo_automodel.components.speculative.serve.sglang import refuse_peagle
 from nemo_automodel.components.speculative.serve.target_facts import read_target, read_target_or_none
-from nemo_automodel.components.speculative.serve.types import ServeSpec, TargetFacts
-from nemo_automodel.components.speculative.serve.vllm_release import ResolvedRelease, require_vllm, resolve_release
+from nemo_automodel.components.speculative.serve.types import Engine, ServeSpec, TargetFacts
+from nemo_automodel.components.speculative.serve.vllm_release import ResolvedRelease, require_vllm
 from nemo_automodel.config.schema import DraftConfig, DraftKind, TrainConfig
 from nemo_automodel.errors import PreflightError, UserError, VllmMissingError
 
@@ -40,21 +44,36 @@ def preflight(spec: ServeSpec, draft: DraftConfig, train: TrainConfig, *, base_d
             problems.append(error)
             return None
 
-    release = check(lambda: resolve_release(spec))
+    settled = check(lambda: settle_runtime(spec, Report().say, start=False))
     target = check(lambda: _read_target(spec, base_dir))
     check(lambda: _check_prompts(spec))
     if not spec.print_only:
         check(lambda: find_port(spec.host, spec.port))
-    if isinstance(release, ResolvedRelease):
-        if not spec.print_only:
-            check(lambda: require_vllm(release, spec))
-        check(lambda: build_baseline_command(spec, release.release, sys.executable, spec.port))
-        check(lambda: _check_gpus(spec, release))
+    if isinstance(settled, ServeSpec):
         facts = target if isinstance(target, TargetFacts) else None
-        check(lambda: _check_plan(spec, draft, release, facts))
+        _check_server(settled, draft, facts, check)
     if isinstance(target, TargetFacts) and not spec.print_only:
         check(lambda: check_disk(spec, draft, train, target, base_dir))
     _raise(problems)
+    if not spec.print_only:  # last: making an environment takes minutes, and all else is right by now
+        settle_runtime(spec, Report().say, start=True)
+
+
+def _check_server(
+    spec: ServeSpec, draft: DraftConfig, target: TargetFacts | None, check: Callable[[Callable[[], object]], object]
+) -> None:
+    """Engine, release and options. `spec` is settled."""
+    if spec.engine is Engine.sglang:
+        check(refuse_peagle)
+        return
+    release = check(lambda: resolve_release(spec))
+    if not isinstance(release, ResolvedRelease):
+        return
+    if not (spec.print_only or is_planned(spec)):
+        check(lambda: require_vllm(release, spec))
+    check(lambda: build_baseline_command(spec, release.release, sys.executable, spec.port))
+    check(lambda: _check_gpus(spec, release))
+    check(lambda: _check_plan(spec, draft, release, target))
 
 
 def _read_target(spec: ServeSpec, base_dir: Path) -> TargetFacts | None:

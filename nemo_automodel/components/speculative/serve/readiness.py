@@ -82,7 +82,7 @@ def _check_model(process: ServerProcess, client: ServerClient) -> None:
 
 def _probe(process: ServerProcess, client: ServerClient, speculative: bool) -> None:
     try:
-        before = client.counters()
+        before = client.counters() if speculative else None
         drafts_before = before.num_drafts if before else 0
         client.complete(PROBE_PROMPT, PROBE_TOKENS)
         if not speculative:

