@@ -19,7 +19,7 @@ import nemo_automodel.components.speculative.train.workers as workers
 from nemo_automodel.components.speculative.train.checkpoint import load_state
 from nemo_automodel.components.speculative.train.outcome import OUTCOME_FILE, last_checkpoint, read_outcome
 from nemo_automodel.components.speculative.train.worker import ORPHAN_SECONDS
-from nemo_automodel.components.speculative.train.workers import JOB_FILE, SignalRelay, run_training
+from nemo_automodel.components.speculative.train.workers import WORKER_MODULE, SignalRelay, run_training
 from nemo_automodel.errors import DataError, Interrupted, TrainError
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +55,10 @@ def is_running(pid: int) -> bool:
 
 def children_of(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_worker(pid: int) -> bool:
+    return WORKER_MODULE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 @pytest.fixture
@@ -275,7 +279,8 @@ def starting(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        wait_for(lambda: (job.run_dir / JOB_FILE).exists() and children_of(process.pid), "the worker's start")
+        # not before exec: until then the parent waits inside Popen, and a stopped child would hold it there
+        wait_for(lambda: any(map(is_worker, children_of(process.pid))), "the worker's start")
         yield process, children_of(process.pid)[0]
     finally:
         process.kill()
