@@ -101,7 +101,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
+        os.chmod(name, plain_mode())
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -158,7 +158,8 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _umask() -> int:
+def plain_mode() -> int:
+    """The permissions of an ordinary new file, which temp files do not have."""
     current = os.umask(0)
     os.umask(current)
-    return current
+    return 0o666 & ~current

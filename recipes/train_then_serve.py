@@ -29,14 +29,22 @@ from nemo_automodel.components.speculative.serve.pipeline import refuse_foregrou
 from nemo_automodel.components.speculative.serve.preflight import preflight
 from nemo_automodel.components.speculative.serve.record import record_failure, record_training
 from nemo_automodel.components.speculative.serve.secret_names import refuse_secret_overrides
-from nemo_automodel.components.speculative.sweep import SweepCallback, prepare_arguments, quote_value
+from nemo_automodel.components.speculative.sweep import (
+    SweepCallback,
+    prepare_arguments,
+    quote_value,
+    refuse_unusable_place,
+)
 from nemo_automodel.components.speculative.train.job import build_train_job
-from nemo_automodel.components.speculative.train.outcome import last_checkpoint
+from nemo_automodel.components.speculative.train.outcome import last_checkpoint, target_of_run
 from nemo_automodel.components.speculative.train.workers import run_training
 from nemo_automodel.config.parse import build_serve_spec, parse_config, with_absolute_paths
 from nemo_automodel.config.schema import AppConfig
 from nemo_automodel.config.store import register
 from nemo_automodel.errors import ConfigError, Interrupted, UserError
+
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ def run_job(app: AppConfig, place: Place) -> int:
     spec = build_serve_spec(app, checkpoint=checkpoint, base_dir=place.base_dir)
     if app.serve.enabled:
         refuse_foreground_sweep(spec, place.multirun)
+        _refuse_another_target(app, checkpoint, place)
     untrained = app.train.enabled and checkpoint == str(place.run_dir)
     if app.serve.enabled and untrained:
         preflight(spec, app.draft, app.train, base_dir=place.base_dir)
@@ -113,6 +122,18 @@ def _checkpoint_to_serve(app: AppConfig, place: Place) -> str:
     return str(runs[-1].parent.parent) if runs else wanted
 
 
+def _refuse_another_target(app: AppConfig, checkpoint: str, place: Place) -> None:
+    """A draft of ours says in its run which target it was trained for; `serve.target` insists on another."""
+    trained_for = target_of_run(place.base_dir / Path(checkpoint).expanduser())
+    if app.train.enabled or app.serve.target or trained_for in (None, app.target.path):
+        return
+    raise ConfigError(
+        f"this draft was trained for {trained_for}",
+        where=f"target.path={app.target.path}",
+        remedy=f"add {shlex.quote(f'target.path={quote_value(str(trained_for))}')}, or serve.target=MODEL to insist",
+    )
+
+
 def guarded(config: DictConfig, place: Place) -> int:
     """Run one job; a user's mistake is one line. In a sweep no failure may end the other jobs."""
     try:
@@ -134,10 +155,13 @@ def guarded(config: DictConfig, place: Place) -> int:
 def _record(place: Place, error: Exception) -> None:
     """Leave the reason in result.json first: the terminal may be gone."""
     saved = last_checkpoint(place.run_dir)
-    if isinstance(error, Interrupted) and saved:
-        record_training(place.run_dir, saved, status="failed", reason=str(error))
-    else:
-        record_failure(place.run_dir, error)
+    try:
+        if isinstance(error, Interrupted) and saved:
+            record_training(place.run_dir, saved, status="failed", reason=str(error))
+        else:
+            record_failure(place.run_dir, error)
+    except OSError as unwritten:  # a full disk: the error itself must still be told
+        print(f"warning: no result.json: {unwritten}", file=sys.stderr)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="quickstart")
@@ -161,6 +185,7 @@ def command_line() -> int:
     try:
         refuse_secret_overrides(sys.argv[1:])  # Hydra writes the command line into .hydra/ before anybody looks
         sys.argv[1:] = prepare_arguments(sys.argv[1:], Path.cwd())
+        refuse_unusable_place(sys.argv[1:], Path.cwd(), CONF)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -27,7 +27,11 @@ OPTIONS = sorted(
     if path.parent != CONF and path.name != "default.yaml"
 )
 # What a recipe leaves to the user (data.train of llama_peagle).
-FILL = {"llama_peagle": ["data.train=rows.jsonl"], "serve_only": ["target.path=model", "data.train=rows.jsonl"]}
+FILL = {
+    "llama_peagle": ["data.train=rows.jsonl"],
+    "serve_only": ["target.path=model", "data.train=rows.jsonl"],
+    "peagle": ["target.path=model", "data.train=rows.jsonl"],
+}
 
 
 def load(recipe: str, overrides: list[str] = [], conf: Path = CONF) -> AppConfig:

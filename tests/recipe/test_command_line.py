@@ -71,6 +71,16 @@ def test_print_only_finds_the_newest_run_and_prints_one_line_that_a_shell_reads(
     assert {p for p in trained.rglob("*") if "checkpoints" in p.parts} == before
 
 
+def test_another_target_than_the_one_trained_for_is_refused_unless_insisted_on(trained: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in (ROOT / "recipes" / "quickstart" / "target").iterdir():
+        (other / file.name).symlink_to(file)
+    done = run(trained, *PRINT, f"target.path={other}", code=1)
+    assert "was trained for" in done.stderr and "recipes/quickstart/target" in done.stderr
+    assert str(other) in run(trained, *PRINT, f"serve.target={other}", "serve.port=0").stdout
+
+
 def test_print_only_before_training_shows_the_whole_road_and_trains_nothing(tmp_path: Path) -> None:
     done = run(tmp_path, "serve.enabled=true", "serve.print_only=true", "train.num_epochs=2")
     there, train, export, serve = done.stdout.strip().split(" && ")

@@ -241,7 +241,12 @@ def test_rope_is_written_in_both_spellings(plan: Planner) -> None:
 def test_the_rope_table_reaches_as_far_as_the_target(plan: Planner) -> None:
     fixups = plan(draft_config(max_position_embeddings=64))
     assert fixups.config["max_position_embeddings"] == 256 and "64" in changed_why(fixups, "max_position_embeddings")
-    assert plan(max_model_len=1024).config["max_position_embeddings"] == 1024
+    long = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+    assert plan(max_model_len=1024, env=long).config["max_position_embeddings"] == 1024
+    with pytest.raises(FixupError, match="max_model_len is 1024, the target reaches 256"):
+        plan(max_model_len=1024)
+    with pytest.raises(FixupError, match="'flaot32' is no dtype"):
+        plan(dtype="flaot32")
     yarn = draft_config(max_position_embeddings=64, rope_scaling={"rope_type": "yarn", "factor": 2.0})
     with pytest.raises(FixupError, match="64 with yarn rope, which reaches 128, the served length is 256"):
         plan(yarn)

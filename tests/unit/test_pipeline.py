@@ -126,7 +126,7 @@ def test_the_printed_line_exports_what_it_then_serves(spec, installed, tmp_path,
 
 # One option each that the export step once lost, refused, or took otherwise than the launch.
 EXPORT_OPTIONS = {
-    "longer": {"max_model_len": 1024},
+    "longer": {"max_model_len": 1024, "env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}},
     "old, with room made": {"vllm_version": "0.27", "extra_args": {"max_num_seqs": 8}, "num_speculative_tokens": 9},
     "deeper": {"num_speculative_tokens": 2},
     "parallel": {"tensor_parallel_size": 2, "draft_tensor_parallel_size": 1},

@@ -9,7 +9,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import QuotedString
 
-from nemo_automodel.components.speculative.sweep import prepare_arguments, quote_value
+from nemo_automodel.components.speculative.sweep import prepare_arguments, quote_value, refuse_unusable_place
 from nemo_automodel.errors import ConfigError
 
 ODD = ["a b", "a=b,c", "it's", "back\\slash", "end\\", "é(x)[y]{z}#", "1e5", "\\'", "a'", 'x"y', "${a}", "tab\tx", "~x"]
@@ -55,3 +55,43 @@ def test_what_is_quoted_or_no_path_is_left_alone(argument: str) -> None:
 
 def test_a_release_keeps_its_zero() -> None:
     assert prepare_arguments(["serve.vllm.version=0.30"], Path(".")) == ["serve.vllm.version='0.30'"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("train.max_stepz=20", "did you mean train.max_steps?"),
+        ("serve.benchmark.num_promts=3", "did you mean serve.benchmark.num_prompts?"),
+        ("zzz=1", "keys there: target, data, draft, train, serve"),
+        ("serve.checkpoint=/odd/k=v", "'serve.checkpoint='\"'\"'/odd/k=v'\"'\"''"),
+        ("serve.checkpoint=/odd/a[1]", "quote it"),
+    ],
+)
+def test_a_mistake_is_told_before_hydra_words_it(argument: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepare_arguments([argument], Path("."))
+    assert hint in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "serve.extra_args.max_num_seqs=8",
+        "+serve.env.A=1",
+        "serve/tp=tp2",
+        "hydra.job.chdir=true",
+        "~data.column",
+        "draft=peagle",
+    ],
+)
+def test_open_keys_groups_and_hydras_own_pass(argument: str) -> None:
+    assert prepare_arguments([argument], Path(".")) == [argument]
+
+
+def test_an_unknown_recipe_names_those_that_are_there(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "quickstart.yaml").touch()
+    with pytest.raises(ConfigError, match="quickstart"):
+        refuse_unusable_place(["-cn", "qwen"], tmp_path, tmp_path / "conf")
+    refuse_unusable_place(["-cn", "quickstart"], tmp_path, tmp_path / "conf")
+    refuse_unusable_place(["-cn", "mine", "--config-dir", "there"], tmp_path, tmp_path / "conf")

@@ -40,6 +40,13 @@ class BadRow:
     remedy: str = "mend or delete these rows, or name the field of the turns with data.column=NAME"
 
 
+@dataclass(frozen=True)
+class Unreadable:
+    """A line that is no record at all: a bad row like any other."""
+
+    reason: str
+
+
 def load_rows(
     path: str, *, where: str, split: str = "train", column: str | None = None, max_rows: int | None = None
 ) -> Iterator[ChatRow]:
@@ -84,6 +91,8 @@ def normalise_row(raw: Any, number: int, column: str | None) -> ChatRow:
     Raises:
         ValueError: what is wrong with the record, in one clause.
     """
+    if isinstance(raw, Unreadable):
+        raise ValueError(raw.reason)
     if not isinstance(raw, Mapping):
         raise ValueError(f"an object is wanted, found {type(raw).__name__}")
     name = column or next((c for c in COLUMNS if raw.get(c) is not None), None)
@@ -188,7 +197,7 @@ def _read_jsonl(path: Path) -> Iterator[Any]:
             try:
                 yield json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"line {number} is not JSON ({error})") from error
+                yield Unreadable(f"line {number} is not JSON ({error.msg} at column {error.colno})")
 
 
 def _read_json(path: Path) -> Iterator[Any]:

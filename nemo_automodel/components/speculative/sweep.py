@@ -4,15 +4,22 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import glob
+import os
 import re
+import shlex
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from nemo_automodel.config.schema import AppConfig
 from nemo_automodel.errors import ConfigError
 
 _GLOB = re.compile(r"^(serve\.checkpoint)=glob\((.*)\)$", re.DOTALL)
@@ -44,9 +51,51 @@ def prepare_arguments(arguments: list[str], base_dir: Path) -> list[str]:
     only point at folders of the same list, so they are left out.
 
     Raises:
-        ConfigError: nothing matches.
+        ConfigError: nothing matches, a value that Hydra cannot read, or an unknown key.
     """
-    return [_keep_text(_expand(argument, base_dir)) for argument in arguments]
+    prepared = [_keep_text(_expand(argument, base_dir)) for argument in arguments]
+    for argument in prepared:
+        if not argument.startswith("-") and "=" in argument:
+            _refuse_unreadable(argument)
+            _refuse_unknown_key(argument)
+    return prepared
+
+
+def _refuse_unreadable(argument: str) -> None:
+    """Hydra's own words for a path with `=` or `,` in it are "mismatched input"; here is what to type."""
+    try:
+        OverridesParser.create().parse_override(argument)
+    except HydraException as error:
+        key, _, value = argument.partition("=")
+        quoted = shlex.quote(f"{key}={quote_value(value)}")
+        raise ConfigError(
+            "Hydra cannot read this value", where=argument, remedy=f"quote it, for the shell and for Hydra: {quoted}"
+        ) from error
+
+
+def _refuse_unknown_key(argument: str) -> None:
+    """A plain `key=value` that the schema does not know, with the nearest key that it does."""
+    key = argument.partition("=")[0]
+    if (
+        key[0] in "+~"
+        or "/" in key
+        or "@" in key
+        or key.startswith("hydra.")
+        or not key.replace(".", "").isidentifier()
+    ):
+        return
+    place: Any = AppConfig()
+    parts = key.split(".")
+    for i, part in enumerate(parts):
+        if not is_dataclass(place):  # an open dictionary, or a group's name
+            return
+        known = [f.name for f in fields(place)]
+        if part not in known:
+            close = difflib.get_close_matches(part, known, n=1)
+            prefix = ".".join([*parts[:i], ""])
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"keys there: {', '.join(known)}"
+            raise ConfigError("unknown key", where=key, remedy=hint)
+        place = getattr(place, part)
 
 
 def _keep_text(argument: str) -> str:
@@ -81,6 +130,27 @@ def quote_value(value: str) -> str:
     # Backslashes count only before a quote (or at the end) in Hydra 1.3's quoted strings.
     body = re.sub(r"(\\*)('|$)", lambda m: m.group(1) * 2 + ("\\'" if m.group(2) else ""), value)
     return f"'{body}'"
+
+
+def refuse_unusable_place(arguments: list[str], base_dir: Path, conf: Path) -> None:
+    """What Hydra answers with a traceback: a folder that cannot be written, a recipe that is not there.
+
+    Raises:
+        ConfigError: with the recipes that there are, or what to type for another output folder.
+    """
+    elsewhere = any(a.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for a in arguments)
+    informs = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--version", "--shell-completion"}
+    outputs = base_dir / "outputs"
+    writable = os.access(outputs if outputs.is_dir() else base_dir, os.W_OK)
+    if not elsewhere and not writable and not informs & set(arguments):
+        raise ConfigError("cannot be written", where=str(base_dir), remedy="cd elsewhere, or add hydra.run.dir=FOLDER")
+    own_conf = any(a.partition("=")[0] in ("-cd", "--config-dir", "-cp", "--config-path") for a in arguments)
+    for flag, name in zip(arguments, arguments[1:]):
+        if own_conf or flag not in ("-cn", "--config-name"):
+            continue
+        recipes = sorted(path.stem for path in conf.glob("*.yaml") if path.stem != "base")
+        if name.removesuffix(".yaml") not in recipes:
+            raise ConfigError("no such recipe", where=f"{flag} {name}", remedy=f"one of {', '.join(recipes)}")
 
 
 class SweepCallback(Callback):

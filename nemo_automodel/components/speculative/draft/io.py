@@ -17,7 +17,7 @@ from nemo_automodel.components.speculative.draft.network import DraftNetwork
 from nemo_automodel.components.speculative.draft.peagle import PEagleDraft
 from nemo_automodel.components.speculative.draft.spec import DraftSpec
 from nemo_automodel.errors import ResolveError
-from nemo_automodel.files import read_json, write_json
+from nemo_automodel.files import plain_mode, read_json, write_json
 
 TOP_LEVEL = frozenset({"lm_head.weight", "d2t", "t2d", "mask_hidden"})
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -37,6 +37,7 @@ def save_draft(folder: Path, draft: PEagleDraft, spec: DraftSpec, dtype: torch.d
     part = folder / f".{WEIGHTS}.{os.getpid()}.tmp"
     try:
         save_file(tensors, part, metadata={"format": "pt"})
+        part.chmod(plain_mode())  # safetensors makes it for its owner alone
         with part.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(part, folder / WEIGHTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nemo_automodel.components.speculative.draft.spec import RopeSpec
 from nemo_automodel.components.speculative.serve.fixup_target import check_family
 from nemo_automodel.components.speculative.serve.fixup_tensors import Names
 from nemo_automodel.components.speculative.serve.ledger import Ledger
@@ -13,6 +14,7 @@ from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
 
 FALLBACK_DEPTH = 3
 MAX_DEPTH = 128  # MAX_SPEC_LEN in vllm/v1/sample/rejection_sampler.py, 0.32
+_DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 _DEPTH_KEYS = {True: ("num_depths",), False: ("ttt_steps", "ttt_length", "num_speculative_tokens")}
 # (max_num_batched_tokens, max_num_seqs) that vLLM takes by itself on small and large GPUs, EngineArgs 0.17-0.27
 _DEFAULT_BUDGETS = ((2048, 256), (8192, 1024))
@@ -75,10 +77,29 @@ def check_release(ledger: Ledger, parallel: bool, release: VllmRelease) -> None:
         ledger.problem(found, where="serve.vllm.version", remedy="use vLLM >= 0.16", needs_newer_vllm=True)
 
 
+def _check_dtype_and_length(ledger: Ledger, target: TargetFacts | None, spec: ServeSpec) -> None:
+    """What vLLM's argument parser and model config refuse (config/model.py, 0.32), known before any loading."""
+    if spec.dtype not in _DTYPES:
+        ledger.problem(
+            f"{spec.dtype!r} is no dtype of vLLM", where="serve.dtype", remedy=f"one of {', '.join(_DTYPES)}"
+        )
+    length = spec.max_model_len
+    if target is None or length is None or "VLLM_ALLOW_LONG_MAX_MODEL_LEN" in spec.env:
+        return
+    # a scaled rope or a tokenizer's own limit may stretch the target: there vLLM is left to judge
+    if RopeSpec.from_config(target.config).scaling is None and length > target.max_position_embeddings:
+        ledger.problem(
+            f"max_model_len is {length}, the target reaches {target.max_position_embeddings}",
+            where="serve.max_model_len",
+            remedy=f"serve.max_model_len={target.max_position_embeddings} or less",
+        )
+
+
 def check_options(
     ledger: Ledger, parallel: bool, depth: int, release: VllmRelease, target: TargetFacts | None, spec: ServeSpec
 ) -> None:
     """What depends on the server's options alone: parallel sizes, method, and P-EAGLE's room in the scheduler."""
+    _check_dtype_and_length(ledger, target, spec)
     _check_parallel_sizes(ledger, target, spec)
     _check_method(ledger, parallel, spec)
     if not (parallel and release.parallel_drafting):

@@ -128,6 +128,11 @@ def _notes(result: BenchmarkResult) -> list[str]:
         notes.append(
             f"served and predicted acceptance {verdict}: largest difference per position {p.max_difference:.3f}"
         )
+    if result.acceptance_length < 1.1:
+        notes.append(
+            "warning: almost nothing is accepted: is this the target that the draft was trained for? "
+            "(`serve_vllm doctor` lists what else can be known)"
+        )
     if result.speedup is not None and result.speedup < 1:
         notes.append("speculation does not pay here: without it the server is faster")
     return notes

@@ -9,7 +9,7 @@ from pathlib import Path
 import nemo_automodel.errors as errors
 from nemo_automodel.components.speculative.train.job import TrainResult
 from nemo_automodel.components.speculative.train.resume import latest_of
-from nemo_automodel.files import read_json, write_json
+from nemo_automodel.files import is_path_like, read_json, write_json
 
 OUTCOME_FILE = "train_status.json"
 LOG_FILE = "train.log"
@@ -61,3 +61,17 @@ def read_outcome(run_dir: Path) -> TrainResult:
         error = values["error"]
         raise getattr(errors, error["kind"])(error["found"], where=error["where"], remedy=error["remedy"])
     return TrainResult(**{**values, "checkpoint": Path(values["checkpoint"])})
+
+
+def target_of_run(checkpoint: Path) -> str | None:
+    """The target that the run around this checkpoint was trained for.
+
+    None: no run of ours is around it, or its target has moved since.
+    """
+    resolved = checkpoint.resolve()
+    for folder in (resolved, *resolved.parents[:4]):  # run/checkpoints/epoch_*/model/consolidated
+        job = folder / "train_job.json"
+        if job.is_file():
+            target = read_json(job)["target"]["path"]
+            return target if Path(target).exists() or not is_path_like(target) else None
+    return None
