@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 import time
@@ -66,14 +67,14 @@ def test_a_real_server_does_not_outlive_its_killed_parent(peers: Path, tmp_path:
     """vLLM's engine core is a grandchild; it must go as well."""
     out = tmp_path / "out"
     script = (
+        "import pickle, sys\n"
         "from pathlib import Path\n"
-        "from nemo_automodel.components.speculative.serve.types import ServeSpec\n"
-        "from nemo_automodel.components.speculative.serve.types import BenchmarkSpec\n"
         "from nemo_automodel.components.speculative.serve.pipeline import run_serve\n"
-        f"run_serve({_spec(peers, tmp_path / 'export')!r}, base_dir=Path('/'), out_dir=Path({str(out)!r}))\n"
+        "run_serve(pickle.loads(bytes.fromhex(sys.argv[1])), base_dir=Path('/'), out_dir=Path(sys.argv[2]))\n"
     )
+    spec = pickle.dumps(_spec(peers, tmp_path / "export")).hex()
     with (tmp_path / "parent.log").open("wb") as log:
-        parent = subprocess.Popen([sys.executable, "-c", script], stdout=log, stderr=log)
+        parent = subprocess.Popen([sys.executable, "-c", script, spec, str(out)], stdout=log, stderr=log)
     try:
         pid = _wait(lambda: _server_pid(parent, out), 240)
         members = session_members(pid)
