@@ -16,7 +16,7 @@ import pytest
 from launching import HOST, fake, launch
 
 from nemo_automodel.components.speculative.serve import readiness
-from nemo_automodel.components.speculative.serve.launch import interruptible, running_server, serve_foreground
+from nemo_automodel.components.speculative.serve.launch import running_server, serve_foreground, stopping_servers
 from nemo_automodel.components.speculative.serve.port import find_port, server_url
 from nemo_automodel.components.speculative.serve.process import LogFile, ServerProcess, child_environment, find_cause
 from nemo_automodel.components.speculative.serve.supervisor import session_members
@@ -82,7 +82,7 @@ def test_a_slow_server_is_waited_for_with_progress_and_an_interrupt_ends_it(tmp_
         if sum("waiting" in line for line in lines) == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(Interrupted, match="SIGINT") as caught, interruptible():
+    with pytest.raises(Interrupted, match="SIGINT") as caught, stopping_servers():
         log = tmp_path / "log"
         with running_server(fake(port, "hangs"), host=HOST, port=port, log=log, speculative=True, say=say):
             pass

@@ -22,14 +22,13 @@ from nemo_automodel.components.speculative.serve import command, disk, pipeline
 from nemo_automodel.components.speculative.serve import preflight as preflight_module
 from nemo_automodel.components.speculative.serve.disk import SPARE_BYTES, check_disk, disk_need
 from nemo_automodel.components.speculative.serve.pipeline import (
-    record_failure,
     refuse_foreground_sweep,
     run_export,
     run_serve,
 )
 from nemo_automodel.components.speculative.serve.port import find_port
 from nemo_automodel.components.speculative.serve.preflight import preflight
-from nemo_automodel.components.speculative.serve.record import record_training
+from nemo_automodel.components.speculative.serve.record import record_failure, record_training
 from nemo_automodel.components.speculative.serve.target_facts import read_target
 from nemo_automodel.components.speculative.serve.types import BenchmarkSpec, ServeSpec
 from nemo_automodel.components.speculative.serve.vllm_release import ResolvedRelease, release_for

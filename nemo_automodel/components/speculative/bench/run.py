@@ -36,7 +36,7 @@ from nemo_automodel.components.speculative.bench.workload import (
 from nemo_automodel.components.speculative.serve.client import ServerClient
 from nemo_automodel.components.speculative.serve.command import build_baseline_command, build_command
 from nemo_automodel.components.speculative.serve.counters import SpecDecodeCounters
-from nemo_automodel.components.speculative.serve.launch import interruptible, running_server
+from nemo_automodel.components.speculative.serve.launch import running_server, stopping_servers
 from nemo_automodel.components.speculative.serve.port import find_port
 from nemo_automodel.components.speculative.serve.types import Exported, Fixups, LaunchCommand, ServerInfo, ServeSpec
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
@@ -112,7 +112,7 @@ def run_benchmark(
             "no prompts to ask", where=WHERE, remedy=f"add {WHERE}=rows.jsonl, or data.validation=rows.jsonl"
         )
     prompts = load_prompts(bench.prompts, bench.num_prompts, split=bench.split, column=bench.column)
-    with interruptible():
+    with stopping_servers():
         served = _measure(job, "speculative", prompts, say, on_server)
         baseline = _measure(job, "baseline", prompts, say) if bench.baseline else None
         ngram = _measure(job, "ngram", prompts, say) if bench.ngram else None

@@ -10,10 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Callable, Iterator
 
 from filelock import FileLock, Timeout
@@ -21,9 +19,10 @@ from packaging.requirements import Requirement
 
 from nemo_automodel.components.speculative.serve.managed import NEEDED_BYTES, READY, Environment
 from nemo_automodel.components.speculative.serve.supervisor import PR_SET_PDEATHSIG
-from nemo_automodel.errors import Interrupted, PreflightError, UserError, VllmMissingError
+from nemo_automodel.errors import PreflightError, UserError, VllmMissingError
 from nemo_automodel.files import write_json
 from nemo_automodel.install_check import OPTIONAL, VLLM, check, heal
+from nemo_automodel.interrupts import interruptible
 
 PROGRESS_S = 10.0
 STOP_S = 10.0
@@ -207,23 +206,10 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-@contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
+def _stoppable() -> contextlib.AbstractContextManager[None]:
     """Inside, SIGINT and SIGTERM raise `Interrupted`, so that what is half-made is removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread has signals
-        return
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        raise Interrupted(
-            f"{signal.Signals(number).name} received while vLLM was being installed",
-            where="serve.runtime",
-            remedy="nothing half-made was left; run the same command again",
-        )
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return interruptible(
+        during="while vLLM was being installed",
+        where="serve.runtime",
+        remedy="nothing half-made was left; run the same command again",
+    )

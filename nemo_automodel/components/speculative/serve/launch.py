@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import Callable, Iterator
 
 from nemo_automodel.components.speculative.serve.client import ServerClient
@@ -15,7 +13,7 @@ from nemo_automodel.components.speculative.serve.port import server_url
 from nemo_automodel.components.speculative.serve.process import LogFile, PassThrough, ServerProcess, child_environment
 from nemo_automodel.components.speculative.serve.readiness import wait_ready
 from nemo_automodel.components.speculative.serve.types import LaunchCommand, ServerInfo
-from nemo_automodel.errors import Interrupted
+from nemo_automodel.interrupts import interruptible
 
 Say = Callable[[str], None]
 
@@ -26,22 +24,9 @@ def served_name(argv: tuple[str, ...]) -> str:
     return argv[argv.index(flag) + 1]
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
+def stopping_servers() -> contextlib.AbstractContextManager[None]:
     """Inside, SIGINT and SIGTERM raise `Interrupted` (exit code 130), so that contexts stop their servers."""
-
-    def raise_interrupted(number: int, _frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        raise Interrupted(
-            f"{name} received", where="serve", remedy="the server was stopped; run the same command again"
-        )
-
-    before = {number: signal.signal(number, raise_interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return interruptible(where="serve", remedy="the server was stopped; run the same command again")
 
 
 @contextlib.contextmanager
@@ -78,7 +63,7 @@ def serve_foreground(
         LaunchError: it does not become ready.
         Interrupted: SIGINT or SIGTERM; the server has been stopped.
     """
-    with interruptible(), ServerProcess(command, PassThrough(sys.stderr)) as process:
+    with stopping_servers(), ServerProcess(command, PassThrough(sys.stderr)) as process:
         with _client(command, host, port) as client:
             ready_s = wait_ready(process, client, speculative=speculative, say=say)
             on_ready(ServerInfo(client.url, process.pid, round(ready_s, 2)))

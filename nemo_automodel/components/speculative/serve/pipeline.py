@@ -23,8 +23,6 @@ from nemo_automodel.components.speculative.serve.record import (
     RESULT,
     JobRecord,
     reason_of,
-    record_failure,
-    record_training,
 )
 from nemo_automodel.components.speculative.serve.report import Report
 from nemo_automodel.components.speculative.serve.resolve import resolve
@@ -59,7 +57,7 @@ from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
 from nemo_automodel.errors import ConfigError, Interrupted, LaunchError
 
 COMMAND_LINE = "nemo_automodel.components.speculative.serve_vllm"
-__all__ = ["export_line", "record_failure", "record_training", "refuse_foreground_sweep", "run_export", "run_serve"]
+__all__ = ["export_line", "refuse_foreground_sweep", "run_export", "run_serve"]
 
 
 @dataclass(frozen=True)
