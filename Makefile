@@ -27,7 +27,7 @@ quickstart: setup
 	$(PY) recipes/train_then_serve.py serve.enabled=true serve.mode=benchmark serve/port=auto
 
 test: setup
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf $(VENV) build *.egg-info
