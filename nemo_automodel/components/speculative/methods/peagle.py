@@ -10,28 +10,10 @@ from torch import Tensor
 
 from nemo_automodel.components.speculative.draft.peagle import PEagleDraft
 from nemo_automodel.components.speculative.methods.attention import CrossDepthAttention
+from nemo_automodel.components.speculative.methods.batch import LossOut, TrainBatch
 from nemo_automodel.components.speculative.methods.cod import DepthElements, sample_depths
 from nemo_automodel.components.speculative.methods.losses import kl_from_hidden
 from nemo_automodel.components.speculative.target import TargetStates
-
-
-@dataclass(frozen=True)
-class TrainBatch:
-    """Token rows, padded on the right."""
-
-    input_ids: Tensor  # [B, L] int64
-    loss_mask: Tensor  # [B, L] bool: tokens to be learnt
-    lengths: Tensor  # [B] int64
-
-
-@dataclass(frozen=True)
-class LossOut:
-    """Sums over the supervised elements: divide by counts of all micro batches together."""
-
-    loss_sum: Tensor  # [] fp32, nats
-    count: Tensor  # [] int64, supervised elements
-    correct_per_depth: Tensor  # [K] int64: the draft's first choice is the target's
-    count_per_depth: Tensor  # [K] int64
 
 
 @dataclass(frozen=True)
