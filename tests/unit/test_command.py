@@ -18,9 +18,11 @@ from nemo_automodel.components.speculative.serve.command import (
     command_warnings,
 )
 from nemo_automodel.components.speculative.serve.types import Fixups, LaunchCommand, ServeSpec
-from nemo_automodel.components.speculative.serve.vllm_release import release_for
+from nemo_automodel.components.speculative.serve.vllm_flags import flags_for
+from nemo_automodel.components.speculative.serve.vllm_release import known_minors, release_for
 from nemo_automodel.errors import ConfigError
 
+FACTS = Path(__file__).parents[2].parent / "shared" / "vllm" / "facts.json"
 PEAGLE = Fixups({}, (), {}, (), (), True, 4)
 EAGLE3 = Fixups({}, (), {}, (), (), False, 3)
 
@@ -80,7 +82,9 @@ def test_the_printed_line_runs_as_it_is(tmp_path: Path) -> None:
     python = tmp_path / "py thon"
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nprintf "%s|%s\\n" "$FOO" "$RANK"\n')
     python.chmod(0o755)
-    spec = ServeSpec(checkpoint="d", target="/t $HOME `x`", env={"FOO": "a b'c"}, extra_args={"override": {"k": "v w"}})
+    spec = ServeSpec(
+        checkpoint="d", target="/t $HOME `x`", env={"FOO": "a b'c"}, extra_args={"hf_overrides": {"k": "v w"}}
+    )
     command = build_command(Path("/e"), PEAGLE, spec, release_for("0.32"), str(python), 1, {"RANK": "0"})
     done = subprocess.run(
         ["sh", "-c", command.shell()], env={"RANK": "3", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
@@ -102,16 +106,50 @@ def test_launcher_variables_are_taken_out() -> None:
 
 
 def test_cpu_memory_is_bounded_and_printed() -> None:
-    assert (
-        build(cpu=True).env == {"VLLM_CPU_KVCACHE_SPACE": "1"} and "VLLM_CPU_KVCACHE_SPACE=1" in build(cpu=True).shell()
-    )
-    assert build(cpu=True, environ={"VLLM_CPU_KVCACHE_SPACE": "4"}).env == {"VLLM_CPU_KVCACHE_SPACE": "4"}
-    assert build(cpu=True, env={"VLLM_CPU_KVCACHE_SPACE": "2"}).env == {"VLLM_CPU_KVCACHE_SPACE": "2"}
-    assert build(cpu=True, extra_args={"kv_cache_memory_bytes": "1G"}).env == {} and build().env == {}
+    name = "VLLM_CPU_KVCACHE_SPACE"
+    assert build(cpu=True).env[name] == "1" and f"{name}=1" in build(cpu=True).shell()
+    assert build(cpu=True, environ={name: "4"}).env[name] == "4"
+    assert build(cpu=True, env={name: "2"}).env[name] == "2"
+    assert name not in build(cpu=True, extra_args={"kv_cache_memory_bytes": "1G"}).env and name not in build().env
+
+
+CACHE = "VLLM_CACHE_ROOT"
+
+
+def test_jobs_that_compile_other_code_have_other_caches() -> None:
+    """vLLM's key of compiled code does not know K; the address and the checkpoint's place are no part of it."""
+    mine = build(environ={"XDG_CACHE_HOME": "/big"}).env[CACHE]
+    assert mine.startswith("/big/vllm/jobs/") and mine in build(environ={"XDG_CACHE_HOME": "/big"}).shell()
+    deeper = Fixups({}, (), {}, (), (), True, 5)
+    other_draft = Fixups({"num_hidden_layers": 2}, (), {}, (), (), True, 4)
+    changed = {
+        build(environ={"XDG_CACHE_HOME": "/big"}, **how).env[CACHE]
+        for how in (
+            {"fixups": deeper}, {"fixups": EAGLE3}, {"fixups": other_draft}, {"dtype": "float32"},
+            {"tensor_parallel_size": 2}, {"max_model_len": 64}, {"extra_args": {"max_num_seqs": 4}},
+        )
+    }  # fmt: skip
+    assert len(changed | {mine}) == 8
+    spec = ServeSpec(checkpoint="d", target="/models/a target")
+    bare = build_baseline_command(spec, release_for("0.32"), "/venv/bin/python", 8001, environ={})
+    assert bare.env[CACHE].rpartition("/")[2] != mine.rpartition("/")[2]
+
+
+def test_one_job_keeps_its_cache() -> None:
+    mine = build().env[CACHE]
+    assert build(host="0.0.0.0", served_model_name="m").env[CACHE] == mine
+    spec = ServeSpec(checkpoint="another", target="/models/a target")
+    elsewhere = build_command(Path("/y/epoch_2"), PEAGLE, spec, release_for("0.32"), "/venv/bin/python", 99, {})
+    assert elsewhere.env[CACHE] == mine
+
+
+def test_a_cache_that_is_asked_for_wins() -> None:
+    assert build(env={CACHE: "/mine"}).env[CACHE] == "/mine"
+    assert build(environ={CACHE: "/disk"}).env[CACHE].startswith("/disk/jobs/")
 
 
 def test_extra_flags() -> None:
-    extra = {"max_num_seqs": 8, "enforce_eager": True, "enable_prefix_caching": False, "gone": None, "seed": -1}
+    extra = {"max_num_seqs": 8, "enforce_eager": True, "enable_prefix_caching": False, "revision": None, "seed": -1}
     extra |= {"hf_overrides": {"a": [1]}, "allowed-origins": ["*"], "--uvicorn-log-level": "error"}
     words = build(extra_args=extra).argv
     tail = list(words[words.index("--max-num-seqs") :])
@@ -152,8 +190,49 @@ def test_what_is_no_flag_is_refused(extra: dict[str, Any]) -> None:
 
 def test_a_flag_that_ended_is_refused_for_releases_without_it() -> None:
     assert "--disable-log-requests" in build(vllm="0.16", extra_args={"disable_log_requests": True}).argv
-    with pytest.raises(ConfigError, match="has no --disable-log-requests"):
+    with pytest.raises(ConfigError, match=r"0.17 has no --disable-log-requests \(it ended before 0.17\)"):
         build(vllm="0.17", extra_args={"disable_log_requests": True})
+
+
+@pytest.mark.parametrize(
+    ("vllm", "flag", "told"),
+    [
+        ("0.32", "max_num_sqes", "did you mean serve.extra_args.max_num_seqs?"),
+        ("0.32", "enforce-eagre", "did you mean serve.extra_args.enforce_eager?"),
+        ("0.26", "per_request_spec_decode_metrics", "came with 0.29"),
+        ("0.18", "swap_space", "ended before 0.18"),
+        ("0.33", "zzz", "leave it out"),
+    ],
+)
+def test_a_flag_that_the_release_does_not_have_is_refused(vllm: str, flag: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"vLLM {vllm} has no --") as caught:
+        build(vllm=vllm, extra_args={flag: 1})
+    assert told in str(caught.value) and caught.value.where == f"serve.extra_args.{flag}"
+
+
+@pytest.mark.parametrize(
+    "flag", ["max_num_seqs", "max-num-batched", "hf_overrides.rope_theta", "no_enable_prefix_caching", "chat_template"]
+)
+def test_every_spelling_that_vllm_takes_passes(flag: str) -> None:
+    for minor in known_minors():
+        assert f"--{flag.replace('_', '-')}".partition(".")[0] in " ".join(build(vllm=minor, extra_args={flag: 1}).argv)
+
+
+def test_an_unknown_newer_release_is_only_warned_about() -> None:
+    command = build(vllm="0.99", extra_args={"brand_new_flag": 1, "max_num_seqs": 8})
+    assert "--brand-new-flag" in command.argv
+    spec = ServeSpec(checkpoint="d", target="t", extra_args={"brand_new_flag": 1, "max_num_seqs": 8})
+    (warning,) = command_warnings(spec, release_for("0.99"), {})
+    assert "--brand-new-flag" in warning and "as far as is known" in warning
+    assert command_warnings(spec, release_for("0.33"), {}) == ()
+
+
+@pytest.mark.skipif(not FACTS.is_file(), reason="no ../shared/vllm/facts.json beside the repository")
+def test_the_flags_agree_with_the_facts_that_were_read_elsewhere() -> None:
+    for version, facts in json.loads(FACTS.read_text())["versions"].items():
+        known = flags_for(version)
+        for flag, there in facts["server"]["flags"].items():
+            assert not flag.startswith("--") or (flag[2:] in known) == there, (version, flag)
 
 
 def test_bad_environment_names_are_refused() -> None:
@@ -174,10 +253,11 @@ def test_baselines_are_the_same_server_without_the_draft() -> None:
 
 def test_an_open_host_without_a_key_is_warned_about() -> None:
     spec = ServeSpec(checkpoint="d", target="t", host="0.0.0.0")
-    assert "VLLM_API_KEY" in command_warnings(spec, {})[0]
-    assert command_warnings(spec, {"VLLM_API_KEY": "x"}) == ()
+    release = release_for("0.32")
+    assert "VLLM_API_KEY" in command_warnings(spec, release, {})[0]
+    assert command_warnings(spec, release, {"VLLM_API_KEY": "x"}) == ()
     for host in ("127.0.0.1", "127.0.1.1", "localhost", "::1"):
-        assert command_warnings(ServeSpec(checkpoint="d", target="t", host=host), {}) == ()
+        assert command_warnings(ServeSpec(checkpoint="d", target="t", host=host), release, {}) == ()
 
 
 def test_what_only_sounds_like_a_secret_passes() -> None:

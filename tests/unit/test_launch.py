@@ -18,7 +18,7 @@ from launching import HOST, fake, launch
 from nemo_automodel.components.speculative.serve import readiness
 from nemo_automodel.components.speculative.serve.launch import running_server, serve_foreground, stopping_servers
 from nemo_automodel.components.speculative.serve.port import find_port, server_url
-from nemo_automodel.components.speculative.serve.process import LogFile, ServerProcess, child_environment, find_cause
+from nemo_automodel.components.speculative.serve.process import LogFile, ServerProcess, child_environment
 from nemo_automodel.components.speculative.serve.supervisor import session_members
 from nemo_automodel.components.speculative.serve.types import LaunchCommand
 from nemo_automodel.errors import ConfigError, Interrupted, LaunchError
@@ -35,6 +35,21 @@ def test_a_server_that_dies_is_reported_with_its_cause(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="exit code 1: ValueError: mask_hidden not found in weights"):
         with launch(tmp_path, "dies_at_start"):
             pass
+
+
+def test_a_jobs_new_cache_knows_what_vllm_has_learnt_of_model_classes(tmp_path: Path) -> None:
+    (tmp_path / "modelinfos").mkdir()
+    (tmp_path / "modelinfos" / "llama.json").write_text("{}")
+    job = tmp_path / "jobs" / "abc"
+    for _ in range(2):
+        command = LaunchCommand((sys.executable, "-c", ""), {"VLLM_CACHE_ROOT": str(job)}, ())
+        with ServerProcess(command, LogFile(tmp_path / "log")) as process:
+            process.wait()
+        assert (job / "modelinfos" / "llama.json").read_text() == "{}"
+    mine = LaunchCommand((sys.executable, "-c", ""), {"VLLM_CACHE_ROOT": str(tmp_path / "mine")}, ())
+    with ServerProcess(mine, LogFile(tmp_path / "log")) as process:
+        process.wait()
+    assert not (tmp_path / "mine").exists(), "a cache that was asked for is left alone"
 
 
 def test_an_executable_that_does_not_exist_is_reported(tmp_path: Path) -> None:
@@ -107,7 +122,7 @@ def test_what_a_killed_server_leaves_is_ended(tmp_path: Path) -> None:
         server = next(pid for pid, cmd in session_members(process.pid).items() if "supervisor" not in cmd)
         os.kill(server, signal.SIGKILL)
         assert process.wait() == 128 + signal.SIGKILL
-        assert "out of memory?" in process.cause_of_death()
+        assert "exit code 137" in process.cause().line and "out of memory?" in process.cause().remedy
     assert not session_members(process.pid)
 
 
@@ -185,28 +200,6 @@ def test_torchruns_variables_do_not_reach_the_server(monkeypatch) -> None:
     monkeypatch.setenv("RANK", "3")
     environment = child_environment(LaunchCommand((), {"A": "b"}, ("RANK",)))
     assert "RANK" not in environment and environment["A"] == "b"
-
-
-@pytest.mark.parametrize(
-    ("log", "cause"),
-    [
-        ("api_server.py: error: unrecognized arguments: --zzz", "api_server.py: error: unrecognized arguments: --zzz"),
-        (
-            "pydantic_core.ValidationError: 1 validation error for SpeculativeConfig\n  Value error, not supported",
-            "pydantic_core.ValidationError: 1 validation error for SpeculativeConfig Value error, not supported",
-        ),
-        (
-            "(Worker pid=7) ERROR 12-01 17:00:00 [core.py:1] ValueError: no mask token\n"
-            "(EngineCore pid=6) Exception: WorkerProc initialization failed. See stack trace for root cause.\n"
-            "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
-            "ValueError: no mask token",
-        ),
-        ("INFO a\nloading\nstill loading", "INFO a | loading | still loading"),
-        ("", "it printed nothing"),
-    ],
-)
-def test_the_telling_line_is_found(log: str, cause: str) -> None:
-    assert find_cause(log) == cause
 
 
 def _wait(done, seconds: float = 20.0) -> None:

@@ -43,10 +43,12 @@ def test_four_files_are_written_and_failures_counted(tmp_path: Path, capsys) -> 
     table = list(csv.DictReader((tmp_path / "leaderboard.csv").open()))
     assert [row["rank"] for row in table] == list("123456") and table[2]["acceptance_per_position"] == "0.9000 0.5000"
     lines = (tmp_path / "leaderboard.md").read_text().splitlines()
+    assert lines[0].startswith("| rank | checkpoint | vLLM | K |") and "| 0.32.0 | 8 |" in lines[2]
     assert len(lines) == 8 and "1.60x" in lines[3] and "second shard \\| is missing" in lines[6]
     assert (tmp_path / "leaderboard.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr()
     assert shown.out == "" and "leaderboard" in shown.err
+    assert "r1/10" in shown.err, "a log file has room for a checkpoint's name in one piece"
 
 
 def test_a_half_written_result_is_a_failure_with_its_reason(tmp_path: Path) -> None:

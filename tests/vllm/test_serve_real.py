@@ -7,11 +7,11 @@ import json
 import pickle
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from nemo_automodel.components.speculative.serve.pipeline import run_serve
 from nemo_automodel.components.speculative.serve.supervisor import session_members
@@ -76,13 +76,13 @@ def test_a_real_server_does_not_outlive_its_killed_parent(peers: Path, tmp_path:
     with (tmp_path / "parent.log").open("wb") as log:
         parent = subprocess.Popen([sys.executable, "-c", script, spec, str(out)], stdout=log, stderr=log)
     try:
-        pid = _wait(lambda: _server_pid(parent, out), 240)
+        pid = wait_for(lambda: _server_pid(parent, out), 240)
         members = session_members(pid)
         assert any("EngineCore" in command for command in members.values()), members
     finally:
         parent.kill()
         parent.wait()
-    _wait(lambda: not session_members(pid), 60)
+    wait_for(lambda: not session_members(pid), 60)
 
 
 def _server_pid(parent: subprocess.Popen, out: Path) -> int | None:
@@ -90,11 +90,3 @@ def _server_pid(parent: subprocess.Popen, out: Path) -> int | None:
     path = out / "result.json"
     server = json.loads(path.read_text())["server"] if path.is_file() else None
     return server["pid"] if server else None
-
-
-def _wait(value, seconds: float):
-    deadline = time.monotonic() + seconds
-    while not (found := value()):
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.2)
-    return found

@@ -55,6 +55,21 @@ def test_in_float32_vllm_and_the_reference_decoder_count_the_same(trained: Path)
     assert bench["acceptance_length"] >= 3.0
 
 
+def test_an_eagle3_draft_with_all_its_options_counts_the_same_in_float32(tmp_path: Path) -> None:
+    """Trained for some seconds only: what is accepted matters less than that both count it alike."""
+    shape = ["draft=eagle3", "draft.num_layers=2", "draft.fc_norm=true", "draft.norm_output=true"]
+    short = ["draft.draft_vocab_size=256", "train.max_steps=120", "train.warmup_ratio=0.1"]
+    serve = [word for word in BENCHMARK if word != "train.enabled=false"]
+    asked = ["serve.dtype=float32", "serve.benchmark.num_prompts=12", *(w for w in BARE if "parity" not in w)]
+    run(tmp_path, *shape, *short, *serve, *asked)
+    bench = newest_result(tmp_path)["benchmark"]
+    assert bench["predicted"]["dtype"] == "float32" and bench["predicted"]["agrees"] is True
+    assert bench["predicted"]["num_drafts"] == bench["num_drafts"]
+    accepted = bench["acceptance_per_position"]
+    assert bench["predicted"]["acceptance_per_position"] == accepted and len(accepted) == 4
+    assert accepted[0] > 0.2 and accepted[3] > 0.0, "chains are fed back and verified"
+
+
 def test_the_served_draft_beats_the_ngram_lookup_and_bf16_agrees_with_the_prediction(trained: Path) -> None:
     checkpoint = next(trained.glob("outputs/quickstart/*/checkpoints")).parent
     words = ["--target", str(ROOT / "recipes/quickstart/target"), "--draft", str(checkpoint), "--max-model-len", "512"]

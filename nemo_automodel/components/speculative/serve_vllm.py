@@ -5,6 +5,8 @@ python -m nemo_automodel.components.speculative.serve_vllm --target T --draft D 
 python -m nemo_automodel.components.speculative.serve_vllm doctor --draft D [--target T] [--vllm X]
 python -m nemo_automodel.components.speculative.serve_vllm convert --draft D [--out DIR]    (.bin -> safetensors)
 python -m nemo_automodel.components.speculative.serve_vllm runtimes [--remove NAME]         (managed environments)
+python -m nemo_automodel.components.speculative.serve_vllm diagnose --draft D --target T --served DIR
+python -m nemo_automodel.components.speculative.serve_vllm publish --draft D --target T --out DIR [--push REPO]
 """
 
 from __future__ import annotations
@@ -12,25 +14,34 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, NoReturn, Sequence
 
 from rich.console import Console
 
+from nemo_automodel.components.speculative.serve.cli_words import as_flags
 from nemo_automodel.components.speculative.serve.doctor import diagnose
 from nemo_automodel.components.speculative.serve.managed import main as run_runtimes
 from nemo_automodel.components.speculative.serve.pipeline import run_export, run_serve
+from nemo_automodel.components.speculative.serve.publish import run_publish
 from nemo_automodel.components.speculative.serve.report import Report
-from nemo_automodel.components.speculative.serve.types import Engine, ServeSpec
+from nemo_automodel.components.speculative.serve.secret_names import refuse_secret_words
+from nemo_automodel.components.speculative.serve.types import Engine, ServeSpec, SharedTensors
 from nemo_automodel.errors import ConfigError, Interrupted, UserError
 
 PROG = "python -m nemo_automodel.components.speculative.serve_vllm"
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse whose mistakes read like the rest: one line, and what to type next."""
+
+    def error(self, message: str) -> NoReturn:
+        remedy = f"{self.prog} --help" if "unrecognized" not in message else "vLLM's own flags go after a --"
+        raise ConfigError(message, where="command line", remedy=remedy)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The flags of design section 1."""
-    parser = argparse.ArgumentParser(
-        prog=PROG, description="Serve an EAGLE-3 or P-EAGLE draft with vLLM.", allow_abbrev=False
-    )
+    parser = _Parser(prog=PROG, description="Serve an EAGLE-3 or P-EAGLE draft with vLLM.", allow_abbrev=False)
     add = parser.add_argument
     add("--target", required=True, help="target model: a folder or a Hub id")
     add("--draft", required=True, help="draft: a run, a checkpoint, a model folder or a Hub id")
@@ -47,6 +58,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--engine", choices=[e.value for e in Engine], default="vllm", help="(default: %(default)s)")
     add("--python", help="interpreter that has the engine (default: this one)")
     add("--export-dir", help="where to write the export; default: vllm_export/ beside the draft's weights")
+    shared = "draft tensors that are byte for byte the target's; omit: vLLM uses the target's (default: %(default)s)"
+    add("--export-shared", choices=[s.value for s in SharedTensors], default="keep", help=shared)
     add("--vllm-version", default="auto", help="release to prepare for, such as 0.32 (default: the installed one)")
     add("--export-only", action="store_true", help="write the export and print its folder, start nothing")
     add("--print-only", action="store_true", help="print the command, write nothing, start nothing")
@@ -56,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def build_doctor_parser() -> argparse.ArgumentParser:
     """The flags of `doctor`: what is examined, and the options that a verdict can depend on."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"{PROG} doctor",
         description="List everything that is wrong with a draft, or would be mended, without vLLM. "
         "Exit code: 0 it would serve, 1 it would not, 2 the chosen vLLM is too old for it.",
@@ -100,7 +113,7 @@ def run_doctor(words: Sequence[str], extra: Sequence[str]) -> int:
         extra_args=parse_extra(extra),
     )
     diagnosis = diagnose(spec, Path.cwd())
-    Report(Console(highlight=False)).diagnosis(diagnosis)
+    Report(Console(highlight=False), as_flags).diagnosis(diagnosis)
     return diagnosis.exit_code
 
 
@@ -112,7 +125,7 @@ def run_convert(words: Sequence[str]) -> int:
     """
     from nemo_automodel.components.speculative.serve.convert import convert_bin
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"{PROG} convert", description="Write a draft's .bin weights as safetensors into a folder of their own."
     )
     parser.add_argument("--draft", required=True, help="folder with config.json and *.bin")
@@ -150,6 +163,7 @@ def parse_extra(words: Sequence[str]) -> dict[str, Any]:
 
 def spec_from_args(args: argparse.Namespace, extra: Sequence[str]) -> ServeSpec:
     """The same plain value that the recipe makes from Hydra's config."""
+    more = parse_extra(extra)
     return ServeSpec(
         checkpoint=args.draft,
         target=args.target,
@@ -165,31 +179,41 @@ def spec_from_args(args: argparse.Namespace, extra: Sequence[str]) -> ServeSpec:
         max_model_len=args.max_model_len,
         trust_remote_code=args.trust_remote_code,
         export_dir=args.export_dir and str(Path(args.export_dir).expanduser().absolute()),
+        export_shared=SharedTensors(args.export_shared),
         vllm_version=args.vllm_version,
         engine=Engine(args.engine),
         python=args.python,
-        extra_args=parse_extra(extra),
+        served_model_name=more.pop("served-model-name", None),
+        extra_args=more,
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 failed, 2 vLLM missing or too old (argparse's own usage errors too), 130 interrupted."""
+    """Exit codes: 0 done, 1 failed, 2 vLLM missing or too old, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
     try:
+        refuse_secret_words(words, where="command line")
         if words[:1] == ["doctor"]:
             return run_doctor(words[1:cut], words[cut + 1 :])
         if words[:1] == ["convert"]:
             return run_convert(words[1:])
         if words[:1] == ["runtimes"]:
             return run_runtimes(words[1:])
+        if words[:1] == ["publish"]:
+            return run_publish(words[1:], prog=f"{PROG} publish")
+        if words[:1] == ["diagnose"]:
+            from nemo_automodel.components.speculative.bench.diagnose_cli import run_diagnose
+
+            return run_diagnose(words[1:], prog=f"{PROG} diagnose")
         args = build_parser().parse_args(words[:cut])
         spec = spec_from_args(args, words[cut + 1 :])
+        report = Report(words=as_flags)
         if args.export_only:
-            return run_export(spec, base_dir=Path.cwd())
-        return run_serve(spec, base_dir=Path.cwd(), out_dir=None)
+            return run_export(spec, base_dir=Path.cwd(), report=report)
+        return run_serve(spec, base_dir=Path.cwd(), out_dir=None, report=report)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {as_flags(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return Interrupted.exit_code

@@ -9,6 +9,7 @@ import glob
 import os
 import re
 import shlex
+import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from nemo_automodel.components.speculative.run_lock import claim_folder
+from nemo_automodel.components.speculative.serve.secret_names import refuse_secret_config
 from nemo_automodel.config.schema import AppConfig
-from nemo_automodel.errors import ConfigError
+from nemo_automodel.errors import ConfigError, UserError
 
 _GLOB = re.compile(r"^(serve\.checkpoint)=glob\((.*)\)$", re.DOTALL)
 
@@ -154,11 +157,35 @@ def refuse_unusable_place(arguments: list[str], base_dir: Path, conf: Path) -> N
 
 
 class SweepCallback(Callback):
-    """Remembers in the launching process where the sweep writes, whatever launcher runs the jobs."""
+    """What has to happen before Hydra writes anything: no secret in the configuration, no second run in one folder.
+
+    Also remembers in the launching process where a sweep writes, whatever launcher runs the jobs. Hydra turns an
+    exception of a callback into a warning and goes on; only an exit is heard.
+    """
 
     sweep_dir: Path | None = None
 
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _resolvable(config)
+        _exit_on_mistake(config, "hydra.run.dir")
+
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        # `${hydra:...}` inside the path is resolved through this singleton, which Hydra itself sets only per job.
-        HydraConfig.instance().set_config(copy.deepcopy(config))
+        _resolvable(config)
+        _exit_on_mistake(config, "hydra.sweep.dir")
         SweepCallback.sweep_dir = Path(config.hydra.sweep.dir).absolute()
+
+
+def _resolvable(config: DictConfig) -> None:
+    """`${hydra:...}` inside a path is resolved through this singleton, which Hydra itself sets only per job."""
+    HydraConfig.instance().set_config(copy.deepcopy(config))
+
+
+def _exit_on_mistake(config: DictConfig, key: str) -> None:
+    plain = OmegaConf.to_container(config, resolve=False)
+    plain.pop("hydra", None)
+    try:
+        refuse_secret_config(plain)
+        claim_folder(Path(OmegaConf.select(config, key)).absolute(), key=key)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

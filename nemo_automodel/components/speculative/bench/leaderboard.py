@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a multirun: all its jobs in one table, best first, the failed ones last with their reason."""
+"""The end of a multirun: all its jobs in one table and one page, best first, the failed ones last with their reason."""
 
 from __future__ import annotations
 
 import csv
 import io
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from nemo_automodel.components.speculative.serve.record import RESULT, TRAIN
 from nemo_automodel.files import read_json, write_atomic, write_json
 
 NO_RESULT = "no result (killed?)"
+WIDTH = 140  # of the table in a log file, which has no width of its own
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Entry:
     vllm: str | None
     reason: str | None
     acceptance_per_position: tuple[float, ...] = ()
+    baseline_digest: str = ""  # jobs that have it equal shared one measurement without speculation
 
     @property
     def failed(self) -> bool:
@@ -43,7 +45,8 @@ class Entry:
 
 
 def write_leaderboard(sweep_dir: Path) -> int:
-    """Write leaderboard.{json,csv,md,png} into the sweep's folder, show the table on stderr; number of failed jobs.
+    """Write leaderboard.{json,csv,md,png} and report.html into the sweep's folder, show the table and the verdict on
+    stderr; number of failed jobs. With `serve.benchmark.update_best` BEST follows the verdict.
 
     A sweep whose jobs only trained has no leaderboard.
     """
@@ -55,13 +58,25 @@ def write_leaderboard(sweep_dir: Path) -> int:
     write_atomic(sweep_dir / "leaderboard.md", render_markdown(entries))
     write_atomic(sweep_dir / "leaderboard.png", render_png(entries))
     _show(entries, sweep_dir)
+    if any(entry.status != "printed" for entry in entries):
+        _conclude(entries, sweep_dir)
     return sum(entry.failed for entry in entries)
 
 
 def collect(sweep_dir: Path) -> list[Entry]:
     """The jobs of a sweep, best first: by tokens/s, then acceptance length; those without numbers, then the failed."""
     jobs = [path for path in sweep_dir.iterdir() if path.is_dir() and _is_job(path)]
-    return sorted((_entry(job) for job in sorted(jobs, key=_natural)), key=_rank)
+    return sorted(_merge_bare([_entry(job) for job in sorted(jobs, key=_natural)]), key=_rank)
+
+
+def _merge_bare(entries: list[Entry]) -> list[Entry]:
+    """Jobs with K = 0 that shared one measurement are one candidate: `job` names them all."""
+    merged: dict[Any, Entry] = {}
+    for entry in entries:
+        same = entry.k == 0 and not entry.failed and entry.baseline_digest
+        key = same or entry.job
+        merged[key] = replace(merged[key], job=f"{merged[key].job},{entry.job}") if key in merged else entry
+    return list(merged.values())
 
 
 def _is_job(path: Path) -> bool:
@@ -106,6 +121,7 @@ def _entry(job: Path) -> Entry:
         vllm=(result.get("versions") or {}).get("vllm"),
         reason=result.get("reason"),
         acceptance_per_position=tuple(bench.get("acceptance_per_position") or ()),
+        baseline_digest=bench.get("baseline_digest") or "",
         **{name: bench.get(name) for name in numbers},
     )
 
@@ -127,13 +143,14 @@ def render_csv(entries: list[Entry]) -> str:
     return out.getvalue()
 
 
-_COLUMNS = ("rank", "checkpoint", "K", "tokens/s", "speedup", "acceptance length", "per position", "status")
+_COLUMNS = ("rank", "checkpoint", "vLLM", "K", "tokens/s", "speedup", "acceptance length", "per position", "status")
 
 
 def _cells(rank: int, entry: Entry) -> tuple[str, ...]:
     return (
         str(rank),
-        _short(entry.checkpoint) or f"job {entry.job}",
+        "no speculation" if entry.k == 0 else short_name(entry.checkpoint) or f"job {entry.job}",
+        entry.vllm or "-",
         _number(entry.k, "d"),
         _number(entry.tokens_per_s, ".1f"),
         _number(entry.speedup, ".2f", "x"),
@@ -147,7 +164,7 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
-def _short(checkpoint: str) -> str:
+def short_name(checkpoint: str) -> str:
     """The last parts of the path that say which checkpoint it is: `epoch_1_step_500`, not `model/consolidated`."""
     parts = [part for part in Path(checkpoint).parts if part not in ("model", "consolidated", "/", "checkpoints")]
     return "/".join(parts[-2:])
@@ -171,7 +188,8 @@ def render_png(entries: list[Entry]) -> bytes:
     shown = [entry for entry in entries if entry.tokens_per_s is not None]
     figure = Figure(figsize=(9, 1.2 + 0.5 * max(1, len(shown))), layout="constrained")
     axes = figure.subplots()
-    bars = axes.barh([f"{_short(e.checkpoint)} [{e.job}]" for e in shown], [e.tokens_per_s for e in shown], height=0.6)
+    names = [_bar_name(entry) for entry in shown]
+    bars = axes.barh(names, [e.tokens_per_s for e in shown], height=0.6)
     axes.bar_label(bars, [_number(e.acceptance_length, ".2f") for e in shown], padding=3)
     baselines = [e.baseline_tokens_per_s for e in shown if e.baseline_tokens_per_s]
     if baselines:
@@ -187,6 +205,40 @@ def render_png(entries: list[Entry]) -> bytes:
     return out.getvalue()
 
 
+def _bar_name(entry: Entry) -> str:
+    """One name a job: bars of one name would be drawn over each other."""
+    name = "no speculation" if entry.k == 0 else f"{short_name(entry.checkpoint)} K={entry.k}"
+    return f"{name}, vLLM {entry.vllm or '-'} [{entry.job}]"
+
+
+def _conclude(entries: list[Entry], sweep_dir: Path) -> None:
+    """The page, the verdict in words, and BEST where it was asked for."""
+    from nemo_automodel.components.speculative.bench.report_html import render_report
+    from nemo_automodel.components.speculative.bench.verdict import judge, update_best
+
+    results = {entry.job: found for entry in entries if (found := _result_of(sweep_dir / entry.job.split(",")[0]))}
+    verdict = judge(entries, results)
+    write_atomic(sweep_dir / "report.html", render_report(sweep_dir.name, entries, results, verdict))
+    console = Console(stderr=True, highlight=False)
+    told = [verdict.headline, *verdict.reasons, *([verdict.command] if verdict.command else [])]
+    if any(_asks_for_best(sweep_dir / entry.job.split(",")[0]) for entry in entries):
+        told.append(update_best(verdict))
+    for line in (*told, f"written: {sweep_dir}/report.html"):
+        console.print(escape(line), soft_wrap=True)
+
+
+def _result_of(job: Path) -> dict[str, Any] | None:
+    try:
+        return read_json(job / RESULT)
+    except (OSError, ValueError):
+        return None
+
+
+def _asks_for_best(job: Path) -> bool:
+    config = job / ".hydra" / "config.yaml"
+    return config.is_file() and bool(OmegaConf.select(OmegaConf.load(config), "serve.benchmark.update_best"))
+
+
 def _show(entries: list[Entry], sweep_dir: Path) -> None:
     table = Table(title="leaderboard", title_justify="left")
     for name in _COLUMNS:
@@ -194,5 +246,5 @@ def _show(entries: list[Entry], sweep_dir: Path) -> None:
     for rank, entry in enumerate(entries, 1):
         table.add_row(*map(escape, _cells(rank, entry)), style="red" if entry.failed else None)
     console = Console(stderr=True, highlight=False)
-    console.print(table)
+    console.print(table, width=None if console.is_terminal else WIDTH, crop=console.is_terminal)
     console.print(f"written: {sweep_dir}/leaderboard.{{json,csv,md,png}}", soft_wrap=True)

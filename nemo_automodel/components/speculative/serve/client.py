@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterator, Mapping
 
 import httpx
 
@@ -18,7 +18,11 @@ class ServerClient:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # trust_env=False: a proxy variable must not send loopback requests elsewhere
         self._http = httpx.Client(
-            base_url=url, headers=headers, trust_env=False, timeout=httpx.Timeout(None, connect=5.0)
+            base_url=url,
+            headers=headers,
+            trust_env=False,
+            timeout=httpx.Timeout(None, connect=5.0),
+            limits=httpx.Limits(max_connections=None),  # the benchmark decides how many at once
         )
 
     def healthy(self) -> bool:
@@ -43,25 +47,24 @@ class ServerClient:
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         return self._post("/v1/completions", body)
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        max_tokens: int,
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """One greedy /v1/chat/completions. `tools` are in the prompt, but the answer is text, never a parsed call.
+    def chat_lines(self, body: Mapping[str, Any], *, stall_s: float | None = None) -> Iterator[bytes]:
+        """POST /v1/chat/completions; the answer's lines as they arrive: one JSON object, or server-sent events.
+
+        `stall_s` is the longest silence between two pieces of the answer.
 
         Raises:
-            httpx.HTTPError: no answer, or an error status (its text is in the message).
+            httpx.HTTPError: no answer, silence, or an error status (its text is in the message).
         """
-        body: dict[str, Any] = {"messages": list(messages), "max_tokens": max_tokens, "temperature": 0}
-        if tools:
-            body |= {"tools": list(tools), "tool_choice": "none"}
-        if template_kwargs:
-            body["chat_template_kwargs"] = dict(template_kwargs)
-        return self._post("/v1/chat/completions", body)
+        path, timeout = "/v1/chat/completions", httpx.Timeout(stall_s, connect=5.0)
+        with self._http.stream("POST", path, json={"model": self.model, **body}, timeout=timeout) as answer:
+            if answer.is_error:
+                answer.read()
+                raise _refused(path, answer)
+            rest = b""
+            for piece in answer.iter_bytes():
+                *lines, rest = (rest + piece).split(b"\n")  # httpx's own iter_lines also cuts at U+2028 inside a text
+                yield from lines
+            yield rest
 
     def counters(self) -> SpecDecodeCounters | None:
         """The speculation counters of our model; None when the server keeps none."""
@@ -81,6 +84,10 @@ class ServerClient:
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         answer = self._http.post(path, json={"model": self.model, **body})
         if answer.is_error:
-            text = " ".join(answer.text.split())[:300]
-            raise httpx.HTTPStatusError(f"{path}: {answer.status_code} {text}", request=answer.request, response=answer)
+            raise _refused(path, answer)
         return answer.json()
+
+
+def _refused(path: str, answer: httpx.Response) -> httpx.HTTPStatusError:
+    text = " ".join(answer.text.split())[:300]
+    return httpx.HTTPStatusError(f"{path}: {answer.status_code} {text}", request=answer.request, response=answer)

@@ -14,9 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any, Mapping
 
+from nemo_automodel.components.speculative.serve import compile_cache
 from nemo_automodel.components.speculative.serve.docker import build_docker_command
 from nemo_automodel.components.speculative.serve.secret_names import is_secret_name, secret_keys, shell_remedy
 from nemo_automodel.components.speculative.serve.types import Fixups, LaunchCommand, RuntimeKind, ServeSpec
+from nemo_automodel.components.speculative.serve.vllm_flags import flag_warnings, unknown_flag
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
 from nemo_automodel.errors import ConfigError
 
@@ -47,7 +49,7 @@ _DISTRIBUTED = re.compile(
     r"^(TORCHELASTIC_\w+|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_(RANK|NAME|WORLD_SIZE)|SLURM_(PROCID|LOCALID|NTASKS|NODEID))$"
 )
 _ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
-_FLAG = re.compile(r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$")
+_FLAG = re.compile(r"^[a-z][a-z0-9]*(-[a-z0-9]+)*(\.[A-Za-z0-9_-]+)*$")
 
 
 def build_command(
@@ -73,7 +75,8 @@ def build_command(
         speculative["parallel_drafting"] = True
     if spec.draft_tensor_parallel_size is not None:
         speculative["draft_tensor_parallel_size"] = spec.draft_tensor_parallel_size
-    return _in_runtime(_command(spec, release, python, port, environ, speculative), spec, exported_dir, environ)
+    command = _command(spec, release, python, port, environ, speculative, fixups.config)
+    return _in_runtime(command, spec, exported_dir, environ)
 
 
 def build_baseline_command(
@@ -111,6 +114,7 @@ def _command(
     port: int,
     environ: Mapping[str, str] | None,
     speculative: Mapping[str, Any] | None,
+    draft_config: Mapping[str, Any] | None = None,
 ) -> LaunchCommand:
     argv = [python or spec.python or sys.executable, "-m", MODULE, "--model", spec.target]
     if speculative is not None:
@@ -127,6 +131,8 @@ def _command(
     argv += extra_flags(spec.extra_args, release)
     inherited = os.environ if environ is None else environ
     env, unset = launch_environment(spec, release, inherited)
+    if spec.runtime.kind is not RuntimeKind.docker:  # a container has a file system of its own
+        env.setdefault(compile_cache.VARIABLE, compile_cache.cache_root(argv, draft_config or {}, inherited))
     if speculative is not None and "VLLM_USE_V2_MODEL_RUNNER" in inherited and "VLLM_USE_V2_MODEL_RUNNER" not in env:
         unset += ("VLLM_USE_V2_MODEL_RUNNER",)  # set to 1 it leaves P-EAGLE without a fall-back (report 2.9)
     return LaunchCommand(tuple(argv), env, unset)
@@ -152,7 +158,7 @@ def _server_env(spec: ServeSpec, release: VllmRelease, inherited: Mapping[str, s
             raise ConfigError(
                 f"{name!r} is no environment variable", where="serve.env", remedy="use letters, digits and _"
             )
-        if is_secret_name(name):
+        if is_secret_name(name) or any(secret_keys(env[name], name)):
             raise ConfigError(f"{name} is a secret", where=f"serve.env.{name}", remedy=shell_remedy(name))
     name = "VLLM_CPU_KVCACHE_SPACE"
     if release.cpu and name not in env and "kv-cache-memory-bytes" not in {_flag(key) for key in spec.extra_args}:
@@ -201,9 +207,8 @@ def _refuse_flag(key: str, flag: str, release: VllmRelease, managed: Mapping[str
         raise ConfigError(f"--{flag} is managed here", where=where, remedy=f"set {managed[bare]} instead")
     if is_secret_name(bare):
         raise ConfigError(f"--{flag} would put a secret on the command line", where=where, remedy=shell_remedy(bare))
-    if flag in release.removed_flags:
-        found = f"vLLM {release.version} has no --{flag}"
-        raise ConfigError(found, where=where, remedy="leave it out: that is off by default")
+    if managed is MANAGED and release.known and (wrong := unknown_flag(flag, release.version)):
+        raise ConfigError(wrong[0], where=where, remedy=wrong[1])
 
 
 def _refuse_value(key: str, flag: str, value: Any) -> None:
@@ -217,8 +222,9 @@ def _refuse_value(key: str, flag: str, value: Any) -> None:
         )
 
 
-def command_warnings(spec: ServeSpec, environ: Mapping[str, str]) -> tuple[str, ...]:
+def command_warnings(spec: ServeSpec, release: VllmRelease, environ: Mapping[str, str]) -> tuple[str, ...]:
     """What a careful reader of the command would ask about."""
+    told = flag_warnings(spec.extra_args, release)
     if spec.host in ("localhost", "::1") or spec.host.startswith("127.") or environ.get("VLLM_API_KEY"):
-        return ()
-    return (f"serve.host={spec.host} lets other machines ask without a key: export VLLM_API_KEY to require one",)
+        return told
+    return (*told, f"serve.host={spec.host} lets other machines ask without a key: export VLLM_API_KEY to require one")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Mapping
 
 from nemo_automodel.components.speculative.serve.gpus import visible_gpus
-from nemo_automodel.components.speculative.serve.secret_names import is_secret_name, shell_remedy
+from nemo_automodel.components.speculative.serve.secret_names import secret_keys, shell_remedy
 from nemo_automodel.components.speculative.serve.types import LaunchCommand, ServeSpec
 from nemo_automodel.components.speculative.serve.vllm_release import (
     ResolvedRelease,
@@ -197,6 +197,7 @@ def _check_extra(spec: ServeSpec) -> None:
     for word in spec.runtime.docker_args:
         if _MANAGED.match(word):
             raise ConfigError(f"{word} is managed here", where=where, remedy="leave it out")
-        name = word.removeprefix("--env=").removeprefix("-e").partition("=")[0]
-        if "=" in word and is_secret_name(name):
-            raise ConfigError(f"{name} would put a secret on the command line", where=where, remedy=shell_remedy(name))
+    for found in secret_keys(spec.runtime.docker_args, where):
+        name = found.rpartition(".")[2]
+        remedy = shell_remedy(name) if name in BY_NAME else f"{shell_remedy(name)}; pass it on as [-e, {name}]"
+        raise ConfigError(f"{name} would put a secret on the command line", where=where, remedy=remedy)

@@ -9,6 +9,8 @@ the kernel (`copy_file_range`), so memory stays flat. The source is never writte
 from __future__ import annotations
 
 import errno
+import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -36,6 +38,7 @@ __all__ = ["ExportPlan", "export", "plan_export", "reusable_digest", "write_weig
 
 LOCK_SECONDS = 1800  # another export of the same draft is a copy of gigabytes at most
 WHERE = "serve.export_dir"
+FICLONE = 0x40049409  # linux/fs.h
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -52,7 +55,7 @@ def export(plan: ExportPlan) -> Exported:
         parent.mkdir(parents=True, exist_ok=True)
         with FileLock(parent / f".{plan.dest.name}.lock", timeout=LOCK_SECONDS):
             _remove_leftovers(plan.dest)
-            digest = reusable_digest(plan)
+            digest = reusable_digest(plan, refresh=True)
             if digest is not None:
                 return Exported(plan.dest, True, digest)
             _refuse_foreign(plan.dest)
@@ -82,8 +85,11 @@ def file_facts(path: Path) -> dict[str, int]:
     return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino}
 
 
-def reusable_digest(plan: ExportPlan) -> str | None:
-    """The digest of the export at `plan.dest` when it is what the plan would write, else None."""
+def reusable_digest(plan: ExportPlan, *, refresh: bool = False) -> str | None:
+    """The digest of the export at `plan.dest` when it is what the plan would write, else None.
+
+    `refresh` (hold the lock) notes new times of unchanged bytes, so that the next run need not hash them again.
+    """
     try:
         manifest = read_json(plan.dest / MANIFEST)
         written = read_json(plan.dest / CONFIG)
@@ -103,8 +109,8 @@ def reusable_digest(plan: ExportPlan) -> str | None:
         if sha256_file(path) != entry.get("sha256"):
             return None
         entry["facts"], touched = facts, True
-    if touched and os.access(plan.dest, os.W_OK):
-        write_json(plan.dest / MANIFEST, manifest)  # so that the next run need not hash again
+    if refresh and touched and os.access(plan.dest, os.W_OK):
+        write_json(plan.dest / MANIFEST, manifest)
     return manifest.get("digest")
 
 
@@ -118,9 +124,13 @@ def _output_facts(path: Path) -> dict[str, int]:
 
 
 def _remove_leftovers(dest: Path) -> None:
-    """Temp folders of runs that were killed; the lock is held, so none of them is in use."""
-    for leftover in dest.parent.glob(f".{dest.name}.*.tmp"):
+    """Temp folders and files of runs that were killed; the lock is held, so none of them is in use."""
+    name = glob.escape(dest.name)
+    for leftover in dest.parent.glob(f".{name}.*.tmp"):
         shutil.rmtree(leftover)
+    if not dest.is_symlink():
+        for leftover in dest.glob(f".{MANIFEST}.*.tmp"):
+            leftover.unlink()
 
 
 def _refuse_foreign(dest: Path) -> None:
@@ -136,9 +146,6 @@ def _refuse_foreign(dest: Path) -> None:
 
 
 def _build(plan: ExportPlan) -> str:
-    free = shutil.disk_usage(plan.dest.parent).free
-    if free < plan.weight_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     before = [file_facts(path) for path in _paths(plan)]
     temp = Path(tempfile.mkdtemp(prefix=f".{plan.dest.name}.", suffix=".tmp", dir=plan.dest.parent))
     try:
@@ -192,15 +199,30 @@ def _swap(temp: Path, dest: Path) -> None:
 
 
 def write_weights(plan: ExportPlan, path: Path) -> None:
-    """Copy the segments, then write the header over the start, then fsync."""
+    """Share or copy the segments, then write the header over the start, then fsync."""
     with path.open("wb") as out:
-        for segment in plan.segments:
-            _copy(segment, out.fileno())
+        if not _share(plan, out.fileno()):
+            if shutil.disk_usage(path.parent).free < plan.weight_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            for segment in plan.segments:
+                _copy(segment, out.fileno())
         os.pwrite(out.fileno(), plan.header, 0)
         os.fsync(out.fileno())
     if path.stat().st_size != plan.weight_bytes:
         found = f"{path.stat().st_size} bytes were written, {plan.weight_bytes} planned"
         raise ExportError(found, where="serve.checkpoint", remedy="the checkpoint changed meanwhile: run again")
+
+
+def _share(plan: ExportPlan, out: int) -> bool:
+    """Make `out` a reflink of the source, which takes neither time nor room; whether that was possible."""
+    if len(plan.segments) != 1 or plan.segments[0].begin or plan.segments[0].dest:
+        return False
+    with plan.segments[0].source.open("rb") as file:
+        try:
+            fcntl.ioctl(out, FICLONE, file.fileno())
+        except OSError:
+            return False
+    return True
 
 
 def _copy(segment: Segment, out: int) -> None:

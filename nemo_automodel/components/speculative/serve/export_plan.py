@@ -48,7 +48,7 @@ class ExportPlan:
     weight_bytes: int  # size of the exported weights file
     model_dir: Path
     sources: tuple[str, ...]  # files below model_dir whose bytes the export depends on
-    content: Mapping[str, Any]  # layout version, config, renames, dropped, copies, zeros
+    content: Mapping[str, Any]  # layout version, config, renames, dropped, copies, zeros, rows
     fixups: tuple[Mapping[str, Any], ...]  # for the manifest's reader; no part of freshness, wording may change
     notes: tuple[str, ...]
 
@@ -72,8 +72,9 @@ def plan_export(resolved: Resolved, fixups: Fixups, spec: ServeSpec, base_dir: P
         "dropped": list(fixups.dropped),
         "copies": dict(fixups.copies),
     }
-    if fixups.zeros:  # a key only where it is needed: exports made without it stay fresh
-        content["zeros"] = dict(fixups.zeros)
+    for key, value in (("zeros", fixups.zeros), ("rows", fixups.rows)):
+        if value:  # a key only where it is needed: exports made without it stay fresh
+            content[key] = dict(value)
     changes = tuple(vars(change) for change in fixups.changes)
     end = max((segment.dest + segment.length for segment in segments), default=len(header))
     sources = (CONFIG, *sorted(str(shard.relative_to(resolved.model_dir)) for shard in resolved.shards))
@@ -113,7 +114,7 @@ def _label(model_dir: Path) -> str:
 def _layout(resolved: Resolved, fixups: Fixups) -> tuple[bytes, tuple[Segment, ...]]:
     kept = [tensor for tensor in resolved.tensors if tensor.name in fixups.renames]
     starts = {shard: read_safetensors_header(shard).data_start for shard in resolved.shards}
-    one_shard = len(resolved.shards) == 1 and not (fixups.copies or fixups.zeros)
+    one_shard = len(resolved.shards) == 1 and not (fixups.copies or fixups.zeros or fixups.rows)
     if one_shard and len(kept) == len(read_safetensors_header(resolved.shards[0]).tensors):
         whole = _whole_file(resolved.shards[0], kept, fixups, starts[resolved.shards[0]])
         if whole is not None:
@@ -135,11 +136,18 @@ def _place(named: list[tuple[str, ShardTensor]], fixups: Fixups) -> list[TensorI
     """Where each exported tensor lies. Widest dtype first keeps every tensor aligned to its element size, as
     safetensors' own writer does.
 
+    Of a tensor in `fixups.rows` only the first rows are kept, which lie together at its beginning.
     Zeros are holes that no segment fills; they come before the tensors of their dtype, of which there is one at least,
     so that the file never ends in one.
     """
     order = [
-        ((-DTYPE_BYTES[t.info.dtype], str(t.shard), t.info.begin), n, t.info.dtype, t.info.shape) for n, t in named
+        (
+            (-DTYPE_BYTES[t.info.dtype], str(t.shard), t.info.begin),
+            name,
+            t.info.dtype,
+            (fixups.rows.get(name, t.info.shape[0]), *t.info.shape[1:]) if t.info.shape else (),
+        )
+        for name, t in named
     ]
     order += [((-DTYPE_BYTES[dtype], "", 0), name, dtype, shape) for name, (dtype, shape) in fixups.zeros.items()]
     placed: list[TensorInfo] = []
@@ -159,8 +167,9 @@ def _whole_file(
         TensorInfo(fixups.renames[t.name], t.info.dtype, t.info.shape, t.info.begin, t.info.end)
         for t in sorted(kept, key=lambda t: t.info.begin)
     ]
-    header = build_safetensors_header(placed, {"format": "pt"})
-    if len(header) > data_start:
+    headers = (build_safetensors_header(placed, metadata) for metadata in ({"format": "pt"}, {}))
+    header = next((header for header in headers if len(header) <= data_start), None)
+    if header is None:
         return None
     text = header[8:].ljust(data_start - 8, b" ")
     return struct.pack("<Q", len(text)) + text, (Segment(shard, 0, 0, shard.stat().st_size),)

@@ -10,18 +10,17 @@ from pathlib import Path
 
 from nemo_automodel.components.speculative.serve.command import build_command, command_warnings
 from nemo_automodel.components.speculative.serve.export_plan import EXPORT_DIR
-from nemo_automodel.components.speculative.serve.pipeline import export_line
+from nemo_automodel.components.speculative.serve.export_line import export_line
 from nemo_automodel.components.speculative.serve.record import JobRecord
 from nemo_automodel.components.speculative.serve.report import Report
 from nemo_automodel.components.speculative.serve.runtime import make_line, resolve_release, settle_runtime
 from nemo_automodel.components.speculative.serve.target_facts import absolute_target, read_target_or_none
 from nemo_automodel.components.speculative.serve.types import Fixups, ServeSpec
+from nemo_automodel.config.schema import DraftConfig, DraftKind
 
 
-def print_forecast(spec: ServeSpec, train_line: str, num_depths: int, *, base_dir: Path, run_dir: Path) -> int:
+def print_forecast(spec: ServeSpec, train_line: str, draft: DraftConfig, *, base_dir: Path, run_dir: Path) -> int:
     """Print one shell line: train into `run_dir`, export its LATEST checkpoint, serve the export. Starts nothing.
-
-    `num_depths` is the K that the draft will be trained for.
 
     Raises:
         UserError: an unknown vLLM release, or a flag that cannot be passed.
@@ -32,13 +31,13 @@ def print_forecast(spec: ServeSpec, train_line: str, num_depths: int, *, base_di
     found = resolve_release(spec)
     record.vllm(found.installed, found.release.version)
     _, unread = read_target_or_none(spec.target, base_dir)
-    for line in (*found.warnings, *([unread] if unread else []), *command_warnings(spec, os.environ)):
+    for line in (*found.warnings, *([unread] if unread else []), *command_warnings(spec, found.release, os.environ)):
         report.warn(line)
     model = run_dir / "checkpoints" / "LATEST" / "model"
     if spec.export_dir is not None:
         report.warn("the names of folders under serve.export_dir depend on the checkpoint: shown beside its weights")
-    k = spec.num_speculative_tokens or num_depths
-    planned = Fixups({}, (), {}, (), (), parallel_drafting=True, num_speculative_tokens=k)
+    parallel, k = draft.kind is DraftKind.peagle, spec.num_speculative_tokens or draft.trained_depth
+    planned = Fixups({}, (), {}, (), (), parallel_drafting=parallel, num_speculative_tokens=k)
     served = replace(spec, target=absolute_target(spec.target, base_dir), export_dir=None)
     command = build_command(model / EXPORT_DIR, planned, served, found.release, spec.python, spec.port, os.environ)
     record.command(command)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nemo_automodel.components.speculative.serve.command import build_command, command_warnings
+from nemo_automodel.components.speculative.serve.command import (
+    build_baseline_command,
+    build_command,
+    command_warnings,
+)
 from nemo_automodel.components.speculative.serve.doctor import Severity, findings_of
 from nemo_automodel.components.speculative.serve.export import export, reusable_digest
+from nemo_automodel.components.speculative.serve.export_line import export_line
 from nemo_automodel.components.speculative.serve.export_plan import ExportPlan, plan_export
 from nemo_automodel.components.speculative.serve.fixup import examine
 from nemo_automodel.components.speculative.serve.port import find_port
@@ -38,11 +42,13 @@ from nemo_automodel.components.speculative.serve.sglang import (
     sglang_dest,
     sglang_warnings,
 )
+from nemo_automodel.components.speculative.serve.shared import omit_shared
 from nemo_automodel.components.speculative.serve.target_facts import (
     absolute_target,
     read_target,
     read_target_or_none,
 )
+from nemo_automodel.components.speculative.serve.text_paths import printable, refuse_no_text
 from nemo_automodel.components.speculative.serve.types import (
     Engine,
     Exported,
@@ -56,12 +62,11 @@ from nemo_automodel.components.speculative.serve.types import (
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease, require_vllm
 from nemo_automodel.errors import ConfigError, Interrupted, LaunchError
 
-COMMAND_LINE = "nemo_automodel.components.speculative.serve_vllm"
-__all__ = ["export_line", "refuse_foreground_sweep", "run_export", "run_serve"]
+__all__ = ["refuse_foreground_sweep", "run_export", "run_serve"]
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """All that is known before anything is written. `spec` is the one given, its local paths made absolute."""
 
     spec: ServeSpec
@@ -69,26 +74,29 @@ class _Plan:
     resolved: Resolved
     fixups: Fixups
     export: ExportPlan
+    vllm: str | None  # installed version
 
 
-def run_serve(spec: ServeSpec, *, base_dir: Path, out_dir: Path | None, multirun: bool = False) -> int:
+def run_serve(
+    spec: ServeSpec, *, base_dir: Path, out_dir: Path | None, multirun: bool = False, report: Report | None = None
+) -> int:
     """Serve, benchmark or print one draft; the exit code. result.json lies in `out_dir` whatever happens.
 
-    Relative paths of the checkpoint and the target count from `base_dir`.
+    Relative paths of the checkpoint and the target count from `base_dir`. `report` tells a person (None: on stderr).
 
     Raises:
         UserError: any stage's own, after result.json has been written.
     """
-    record, report = JobRecord(out_dir, spec.checkpoint), Report()
+    record, report = JobRecord(out_dir, printable(spec.checkpoint)), report or Report()
     try:
         refuse_foreground_sweep(spec, multirun)
         plan = _plan(spec, base_dir, record, report)
         if spec.print_only:
             return _print(plan, record, report)
         find_port(spec.host, spec.port)  # taken? better known before the export and the loading
-        exported = _export(plan, record, report)
+        exported = _export(plan, record, report) if spec.speculates else None
         if spec.benchmark_mode:
-            return _benchmark(plan, exported, out_dir, record, report)
+            return _benchmark(plan, exported, out_dir, record, report, multirun)
         return _foreground(plan, record, report)
     except BaseException as error:
         record.save("failed", reason_of(error))
@@ -109,10 +117,12 @@ def refuse_foreground_sweep(spec: ServeSpec, multirun: bool) -> None:
         )
 
 
-def _plan(spec: ServeSpec, base_dir: Path, record: JobRecord, report: Report, *, exporting: bool = False) -> _Plan:
+def _plan(spec: ServeSpec, base_dir: Path, record: JobRecord, report: Report, *, exporting: bool = False) -> Plan:
     """Every pure stage in turn; the record knows at which one it ends. With `exporting` nothing is to be started."""
     record.stage = "release"
     starting, sglang = not (spec.print_only or exporting), spec.engine is Engine.sglang
+    if sglang and not spec.speculates:
+        raise ConfigError("K = 0", where="serve.num_speculative_tokens", remedy="serve/engine=vllm, or 1 and more")
     spec = settle_runtime(spec, report.say, start=starting)
     found = release_to_export_for(spec) if exporting else resolve_release(spec)
     record.vllm(found.installed, found.release.version)
@@ -120,6 +130,7 @@ def _plan(spec: ServeSpec, base_dir: Path, record: JobRecord, report: Report, *,
         require_vllm(found, spec)
     record.stage = "resolve"
     resolved = resolve(spec.checkpoint, base_dir)
+    refuse_no_text(resolved.model_dir, spec)
     record.checkpoint(resolved.model_dir)
     record.stage = "target"
     spec = replace(
@@ -129,21 +140,23 @@ def _plan(spec: ServeSpec, base_dir: Path, record: JobRecord, report: Report, *,
     )
     target, unread = _read_target(spec, base_dir)
     record.stage = "plan"
-    examination = examine(resolved, found.release, target, spec, exporting=exporting)
+    planned = spec if spec.speculates else replace(spec, num_speculative_tokens=None)  # the draft is still looked at
+    examination = examine(resolved, found.release, target, planned, exporting=exporting)
     if examination.problems:  # the error says why in one line; what else was found is said here
         report.findings([finding for finding in findings_of(examination) if finding.severity is not Severity.error])
     fixups = examination.require(str(resolved.model_dir))
+    fixups = omit_shared(fixups, resolved, target, spec)
     fixups = plan_sglang(fixups) if sglang else fixups
     record.fixups(fixups)
     export_plan = plan_export(resolved, fixups, spec, base_dir)
     export_plan = sglang_dest(export_plan) if sglang else export_plan
     report.plan(resolved, fixups)
-    served = () if exporting else sglang_warnings(spec) if sglang else command_warnings(spec, os.environ)
+    served = () if exporting else sglang_warnings(spec) if sglang else command_warnings(spec, found.release, os.environ)
     told = (*found.warnings, *unread, *fixups.warnings, *export_plan.notes, *served)
     record.warn(*told)
     for line in told:
         report.warn(line)
-    return _Plan(spec, found.release, resolved, fixups, export_plan)
+    return Plan(spec, found.release, resolved, fixups, export_plan, found.installed)
 
 
 def _read_target(spec: ServeSpec, base_dir: Path) -> tuple[TargetFacts | None, tuple[str, ...]]:
@@ -154,15 +167,17 @@ def _read_target(spec: ServeSpec, base_dir: Path) -> tuple[TargetFacts | None, t
     return target, (warning,) if warning else ()
 
 
-def _command(plan: _Plan, port: int) -> LaunchCommand:
+def _command(plan: Plan, port: int) -> LaunchCommand:
     """The planned command, on the port that was found."""
     if plan.spec.engine is Engine.sglang:
         place = plan.resolved.model_dir
         return build_sglang_command(plan.export.dest, plan.fixups, plan.spec, plan.release, port, model_dir=place)
+    if not plan.spec.speculates:
+        return build_baseline_command(plan.spec, plan.release, plan.spec.python, port, environ=os.environ)
     return build_command(plan.export.dest, plan.fixups, plan.spec, plan.release, plan.spec.python, port, os.environ)
 
 
-def _print(plan: _Plan, record: JobRecord, report: Report) -> int:
+def _print(plan: Plan, record: JobRecord, report: Report) -> int:
     """One line for a shell on stdout, so that `... | sh` works; everything else went to stderr."""
     record.stage = "command"
     try:
@@ -175,7 +190,7 @@ def _print(plan: _Plan, record: JobRecord, report: Report) -> int:
     record.command(command)
     record.save("printed")
     steps = [command.shell()]
-    if reusable_digest(plan.export) is None:
+    if plan.spec.speculates and reusable_digest(plan.export) is None:
         report.say(f"the draft is not exported yet: the line does that first, to {plan.export.dest}")
         steps.insert(0, export_line(plan.spec, str(plan.resolved.model_dir), plan.release))
     if line := make_line(plan.spec):
@@ -184,35 +199,31 @@ def _print(plan: _Plan, record: JobRecord, report: Report) -> int:
     return 0
 
 
-def export_line(spec: ServeSpec, draft: str, release: VllmRelease) -> str:
-    """A shell command that makes the export which a launch of `spec` with `release` reuses, from any folder.
-
-    `spec`'s paths are absolute. Options that only a server has stay out: an export neither needs nor checks them.
-    """
-    options = {
-        "--vllm-version": release.version,
-        "--max-model-len": spec.max_model_len,
-        "--export-dir": spec.export_dir,
-        "--engine": None if spec.engine is Engine.vllm else spec.engine.value,
-    }
-    flags = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-    argv = [sys.executable, "-m", COMMAND_LINE, "--target", spec.target, "--draft", draft, *flags, "--export-only"]
-    return shlex.join(argv)
-
-
-def run_export(spec: ServeSpec, *, base_dir: Path) -> int:
+def run_export(spec: ServeSpec, *, base_dir: Path, report: Report | None = None) -> int:
     """Resolve, plan and export; nothing is started, so vLLM need not be here. The folder is printed on stdout.
 
     Raises:
         UserError: any stage's own.
     """
-    record, report = JobRecord(None, spec.checkpoint), Report()
-    plan = _plan(replace(spec, print_only=False), base_dir, record, report, exporting=True)
+    record, report = JobRecord(None, printable(spec.checkpoint)), report or Report()
+    plan = plan_only(spec, base_dir=base_dir, record=record, report=report)
     print(_export(plan, record, report).dir, flush=True)
     return 0
 
 
-def _export(plan: _Plan, record: JobRecord, report: Report) -> Exported:
+def plan_only(
+    spec: ServeSpec, *, base_dir: Path, record: JobRecord | None = None, report: Report | None = None
+) -> Plan:
+    """All that an export of this draft is made of; nothing is written or started, vLLM need not be here.
+
+    Raises:
+        UserError: any stage's own.
+    """
+    record = record or JobRecord(None, printable(spec.checkpoint))
+    return _plan(replace(spec, print_only=False), base_dir, record, report or Report(), exporting=True)
+
+
+def _export(plan: Plan, record: JobRecord, report: Report) -> Exported:
     record.stage = "export"
     exported = export(plan.export)
     record.exported(exported)
@@ -220,7 +231,7 @@ def _export(plan: _Plan, record: JobRecord, report: Report) -> Exported:
     return exported
 
 
-def _foreground(plan: _Plan, record: JobRecord, report: Report) -> int:
+def _foreground(plan: Plan, record: JobRecord, report: Report) -> int:
     from nemo_automodel.components.speculative.serve.launch import serve_foreground
 
     record.stage = "launch"
@@ -238,7 +249,7 @@ def _foreground(plan: _Plan, record: JobRecord, report: Report) -> int:
         record.save("launched")
 
     try:
-        counted = plan.spec.engine is Engine.vllm
+        counted = plan.spec.engine is Engine.vllm and plan.spec.speculates
         code = serve_foreground(command, host=host, port=port, say=report.say, on_ready=on_ready, speculative=counted)
     except Interrupted as error:
         if ready:  # how a foreground server is meant to end
@@ -249,7 +260,9 @@ def _foreground(plan: _Plan, record: JobRecord, report: Report) -> int:
     return code
 
 
-def _benchmark(plan: _Plan, exported: Exported, out_dir: Path | None, record: JobRecord, report: Report) -> int:
+def _benchmark(
+    plan: Plan, exported: Exported | None, out_dir: Path | None, record: JobRecord, report: Report, multirun: bool
+) -> int:
     from nemo_automodel.components.speculative.bench.run import BenchmarkJob, check_gate, run_benchmark
 
     record.stage = "benchmark"
@@ -261,6 +274,9 @@ def _benchmark(plan: _Plan, exported: Exported, out_dir: Path | None, record: Jo
         exported=exported,
         release=plan.release,
         job_dir=job_dir,
+        vllm=plan.vllm,
+        export_plan=plan.export,
+        sweep_dir=job_dir.parent if multirun else None,
     )
 
     def on_server(command: LaunchCommand, server: ServerInfo) -> None:
@@ -271,10 +287,10 @@ def _benchmark(plan: _Plan, exported: Exported, out_dir: Path | None, record: Jo
         job, say=report.say, on_server=on_server, on_result=lambda measured: record.benchmark(measured.to_dict())
     )
     record.benchmark(result.to_dict())
-    places = {"checkpoint": plan.resolved.model_dir, "export": exported.dir, "logs": job_dir}
-    report.benchmark(result, places | ({"result": out_dir / RESULT} if out_dir else {}))
+    places = {"checkpoint": plan.resolved.model_dir} | ({"export": exported.dir} if exported else {})
+    report.benchmark(result, places | {"logs": job_dir} | ({"result": out_dir / RESULT} if out_dir else {}))
     record.stage = "gate"
-    check_gate(result, plan.spec.benchmark.min_acceptance_length)
+    check_gate(result, plan.spec.benchmark)
     record.stage = "done"
     record.save("ok")
     return 0

@@ -9,6 +9,7 @@ from typing import Callable
 
 from nemo_automodel.components.speculative.serve.command import build_baseline_command
 from nemo_automodel.components.speculative.serve.disk import check_disk
+from nemo_automodel.components.speculative.serve.fixup_config import check_features
 from nemo_automodel.components.speculative.serve.fixup_serving import check_options, check_release
 from nemo_automodel.components.speculative.serve.fixup_target import check_family
 from nemo_automodel.components.speculative.serve.gpus import visible_gpus
@@ -64,7 +65,8 @@ def _check_server(
 ) -> None:
     """Engine, release and options. `spec` is settled."""
     if spec.engine is Engine.sglang:
-        check(refuse_peagle)
+        if draft.kind is DraftKind.peagle:
+            check(refuse_peagle)
         return
     release = check(lambda: resolve_release(spec))
     if not isinstance(release, ResolvedRelease):
@@ -92,9 +94,11 @@ def _raise(problems: list[UserError]) -> None:
 def _check_plan(spec: ServeSpec, draft: DraftConfig, release: ResolvedRelease, target: TargetFacts | None) -> None:
     """Release, target, K and the server's options, by the same rules that will judge the trained draft."""
     parallel = draft.kind is DraftKind.peagle
-    ledger = Ledger({"num_depths": draft.num_depths, "draft_vocab_size": draft.draft_vocab_size})
+    features = {"fc_norm": draft.fc_norm, "norm_output": draft.norm_output}
+    ledger = Ledger({"draft_vocab_size": draft.draft_vocab_size, **features})
     check_release(ledger, parallel, release.release)
-    depth = spec.num_speculative_tokens or draft.num_depths
+    check_features(ledger, release.release)
+    depth = spec.num_speculative_tokens or draft.trained_depth
     check_options(ledger, parallel, depth, release.release, target, spec)
     if target is not None:
         check_family(ledger, target, release.release)

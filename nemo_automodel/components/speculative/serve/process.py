@@ -4,52 +4,24 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
 from nemo_automodel.components.speculative.serve import supervisor
+from nemo_automodel.components.speculative.serve.causes import Cause, read_cause
+from nemo_automodel.components.speculative.serve.compile_cache import share_model_infos
 from nemo_automodel.components.speculative.serve.types import LaunchCommand
 from nemo_automodel.errors import LaunchError
 
 GRACE_S = 30.0  # for the server's own shutdown after SIGTERM
 TAIL_BYTES = 256 * 1024
-
-_PREFIX = re.compile(r"^(\([^)]*pid=\d+\)\s*)?((DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+[\d-]+ [\d:]+\s+\[[^\]]*\]\s*)?")
-_CAUSE = re.compile(
-    r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Exit)\b.*|.*: error: .*|.*\bOut of memory\b.*", re.I
-)
-_ECHO = re.compile(r"root cause|stack trace|EngineDeadError|EngineCore encountered|CancelledError|SystemExit")
-_FRAME = re.compile(r'^\s*(File "|\^+|raise )')
-
-
-def find_cause(text: str) -> str:
-    """The line of a server's output that says why it died: the last error that is not merely the echo of another.
-
-    vLLM 0.32 ends with "Engine core initialization failed. See root cause above", which is no cause; argparse's
-    `error:` and pydantic's `ValidationError` (whose text is on the lines after it) count too.
-    """
-    lines = [_PREFIX.sub("", line).rstrip() for line in text.splitlines()]
-    lines = [line for line in lines if line.strip() and not _FRAME.match(line)]
-    causes = [i for i, line in enumerate(lines) if _CAUSE.match(line)]
-    telling = [i for i in causes if not _ECHO.search(lines[i])] or causes
-    if not telling:
-        return " | ".join(line.strip() for line in lines[-3:]) or "it printed nothing"
-    last = telling[-1]
-    span = 3 if "validation error" in lines[last] else 1
-    return " ".join(line.strip() for line in lines[last : last + span])[:400]
-
-
-def last_line(text: str) -> str:
-    """The last line that says anything, without vLLM's prefix, for a progress line."""
-    lines = [line for line in (_PREFIX.sub("", line).strip() for line in text.splitlines()) if line]
-    return lines[-1][:100] if lines else "(no output yet)"
 
 
 class LogFile:
@@ -106,6 +78,7 @@ class ServerProcess:
 
     def __init__(self, command: LaunchCommand, output: LogFile | PassThrough, *, grace_s: float = GRACE_S) -> None:
         self.output, self._grace = output, grace_s
+        share_model_infos(command.env)
         read_end, self._lifeline = os.pipe()
         sink = output.open()
         argv = [sys.executable, "-I", supervisor.__file__, str(read_end), str(grace_s), "--", *command.argv]
@@ -132,11 +105,11 @@ class ServerProcess:
         """Wait for the server's own end."""
         return self._popen.wait()
 
-    def cause_of_death(self) -> str:
-        """One line for a LaunchError: exit code and the telling line of the output."""
+    def cause(self) -> Cause:
+        """What the output says of the server's death (with the exit code), or of what is wrong while it lives."""
         code = self.exit_code()
-        killed = " (killed; out of memory?)" if code == 128 + signal.SIGKILL else ""
-        return f"exit code {code}{killed}: {find_cause(self.output.tail())}"
+        cause = read_cause(self.output.tail(), code)
+        return cause if code is None else replace(cause, line=f"exit code {code}: {cause.line}")
 
     def stop(self) -> None:
         """Stop the server and verify that nothing of its session is left; a second interrupt kills at once."""

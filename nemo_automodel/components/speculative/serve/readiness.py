@@ -14,8 +14,9 @@ from typing import Callable
 
 import httpx
 
+from nemo_automodel.components.speculative.serve.causes import last_line
 from nemo_automodel.components.speculative.serve.client import ServerClient
-from nemo_automodel.components.speculative.serve.process import ServerProcess, find_cause, last_line
+from nemo_automodel.components.speculative.serve.process import ServerProcess
 from nemo_automodel.errors import LaunchError
 
 POLL_S = 0.2
@@ -106,9 +107,7 @@ def _not_speculating(process: ServerProcess, absent: bool) -> LaunchError:
 
 
 def _died(process: ServerProcess) -> LaunchError:
-    return LaunchError(
-        f"vLLM ended before it was ready, {process.cause_of_death()}", where="serve", remedy=f"see {process.output}"
-    )
+    return _error(process, "vLLM ended before it was ready, ")
 
 
 def _failed(process: ServerProcess, what: str) -> LaunchError:
@@ -116,5 +115,10 @@ def _failed(process: ServerProcess, what: str) -> LaunchError:
     deadline = time.monotonic() + 2.0
     while process.exit_code() is None and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    cause = process.cause_of_death() if process.exit_code() is not None else find_cause(process.output.tail())
-    return LaunchError(f"vLLM started, but {what}: {cause}", where="serve", remedy=f"see {process.output}")
+    return _error(process, f"vLLM started, but {what}: ")
+
+
+def _error(process: ServerProcess, what: str) -> LaunchError:
+    cause = process.cause()
+    see = f"see {process.output}"
+    return LaunchError(f"{what}{cause.line}", where="serve", remedy=f"{cause.remedy} ({see})" if cause.remedy else see)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,15 +20,16 @@ _ABSENT = "(absent)"
 
 
 class Report:
-    """Human text of one job."""
+    """Human text of one job. `words` puts it into the terms of the command line that is in use."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, words: Callable[[str], str] = str) -> None:
         self._console = console or Console(stderr=True, highlight=False)
+        self._words = words
 
     def say(self, line: str) -> None:
         """One line; a warning is coloured."""
         style = "yellow" if line.startswith("warning:") else None
-        self._console.print(escape(line), style=style, soft_wrap=True)
+        self._console.print(escape(self._words(line)), style=style, soft_wrap=True)
 
     def warn(self, line: str) -> None:
         self.say(f"warning: {line}")
@@ -49,7 +50,7 @@ class Report:
         styles = {"error": "bold red", "warning": "yellow", "note": "dim"}
         for finding in findings:
             name = finding.severity.value
-            text = f"[{styles[name]}]{name:<8}[/] {escape(finding.line())}"
+            text = f"[{styles[name]}]{name:<8}[/] {escape(self._words(finding.line()))}"
             self._console.print(text, soft_wrap=True)
 
     def diagnosis(self, diagnosis: Diagnosis) -> None:
@@ -90,14 +91,15 @@ def _benchmark_table(result: BenchmarkResult) -> Table:
     base, p = result.baseline_tokens_per_s, result.predicted
     length, shares = _number(result.acceptance_length), _shares(result.acceptance_per_position)
     rate = _rate(result.tokens_per_s, base)
-    table.add_row("with the draft", length, shares, _number(result.useful_tokens_per_step), *rate, style="bold")
+    name = "with the draft" if result.k else "no speculation (K=0)"
+    table.add_row(name, length, shares, _number(result.useful_tokens_per_step), *rate, style="bold")
     if p:
         length, shares = _number(p.acceptance_length), _shares(p.acceptance_per_position)
         table.add_row(f"predicted, {p.dtype}", length, shares, "", "", "")
     if result.ngram_tokens_per_s:
         steps, rate = _number(result.ngram_tokens_per_step), _rate(result.ngram_tokens_per_s, base)
         table.add_row("n-gram lookup", "", "", steps, *rate)
-    if base:
+    if base and result.k:
         table.add_row("no speculation", "", "", _number(1.0), *_rate(base, base))
     return table
 
@@ -120,19 +122,18 @@ def _notes(result: BenchmarkResult) -> list[str]:
         "acceptance length = 1 + accepted / drafts, as vLLM counts it; tokens per step = those really returned "
         "(accepted tokens past an answer's end are not)"
     ]
-    if result.text_equal is not None:
-        notes.append(f"text equal with and without speculation: {result.text_equal} of {result.prompts} prompts")
+    notes += result.notes()
     if result.predicted:
         p = result.predicted
         verdict = "agree" if p.agrees else "DISAGREE"
         notes.append(
             f"served and predicted acceptance {verdict}: largest difference per position {p.max_difference:.3f}"
         )
-    if result.acceptance_length < 1.1:
+    if result.k and result.acceptance_length < 1.1:
         notes.append(
             "warning: almost nothing is accepted: is this the target that the draft was trained for? "
             "(`serve_vllm doctor` lists what else can be known)"
         )
-    if result.speedup is not None and result.speedup < 1:
+    if result.k and result.speedup is not None and result.speedup < 1:
         notes.append("speculation does not pay here: without it the server is faster")
     return notes

@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that hold secrets. Such a value is never taken from the configuration: it would be printed and stored."""
+"""Names and values that are secrets. None is ever taken from a command line or the configuration: both are printed,
+stored, and seen by everybody who lists processes.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Any, Iterator
+from typing import Any, Iterator, Mapping, Sequence
 
 from nemo_automodel.errors import ConfigError
 
-_SECRET = re.compile(r"SECRET|PASSW|CREDENTIAL|(^|_)TOKEN$|API_?KEY|(ACCESS|PRIVATE)_KEY", re.IGNORECASE)
-_STORED = re.compile(r"^\+{0,2}(serve|hydra\.job\.env_set)[.=]")  # `~key` takes a key out and holds no value
+_SECRET = re.compile(
+    r"SECRET|PASSW|CREDENTIAL|(^|_)TOKEN$|API_?KEY|(ACCESS|PRIVATE)_KEY|^AUTHORIZATION$", re.IGNORECASE
+)
+# A URL with a password in it; the two kinds of tokens that people paste.
+_VALUE = re.compile(r"://[^/\s:@]+:[^/\s@]+@|\bhf_[A-Za-z0-9]{24,}|\bsk-[A-Za-z0-9_-]{24,}")
+_ASSIGNED = re.compile(r"^(?:-e|--env[= ]|-+)?([A-Za-z_][\w-]*)\s*[=:]\s*\S")  # NAME=x, -eNAME=x, --flag=x, Header: x
+_ANYWHERE = re.compile(r"([A-Za-z_][\w-]*)['\"]?\s*[=:]")
 
 
 def is_secret_name(name: str) -> bool:
@@ -18,8 +26,8 @@ def is_secret_name(name: str) -> bool:
 
 
 def secret_keys(value: Any, path: str = "") -> Iterator[str]:
-    """Dotted paths of the secret names among the keys of nested mappings and lists."""
-    if isinstance(value, dict):
+    """Dotted paths of the secrets in nested mappings, lists of words, and JSON texts. Never a value."""
+    if isinstance(value, Mapping):
         for key, inner in value.items():
             here = f"{path}.{key}" if path else str(key)
             if is_secret_name(str(key)):
@@ -27,31 +35,86 @@ def secret_keys(value: Any, path: str = "") -> Iterator[str]:
             else:
                 yield from secret_keys(inner, here)
     elif isinstance(value, (list, tuple)):
+        yield from (f"{path}.{name}" for name in secret_words([word for word in value if isinstance(word, str)]))
         for inner in value:
             yield from secret_keys(inner, path)
+    elif isinstance(value, str):
+        if _VALUE.search(value):
+            yield path
+        if value.lstrip().startswith(("{", "[")):
+            yield from secret_keys(_json(value), path)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def secret_words(words: Sequence[str]) -> Iterator[str]:
+    """Names of the secrets among the words of a command line: `NAME=value`, `--name value`, `Name: value`.
+
+    A variable that is passed on by its name alone (`-e VLLM_API_KEY`) is none.
+    """
+    for i, word in enumerate(words):
+        assigned = _ASSIGNED.match(word)
+        if assigned and is_secret_name(assigned[1]):
+            yield assigned[1]
+        elif word.startswith("--") and "=" not in word and is_secret_name(word[2:]) and i + 1 < len(words):
+            yield word[2:]
+
+
+def refuse_secret_words(words: Sequence[str], *, where: str) -> None:
+    """Refuse a plain command line with a secret in it, before anything is parsed, printed or written.
+
+    Raises:
+        ConfigError: the name of the secret is told, the value is not.
+    """
+    for found in (*secret_words(words), *(key for word in words for key in secret_keys(word, "a value"))):
+        name = found.rpartition(".")[2]
+        raise ConfigError(f"{name} would put a secret on the command line", where=where, remedy=shell_remedy(name))
 
 
 def refuse_secret_overrides(arguments: list[str]) -> None:
-    """Refuse command-line arguments that put a secret under `serve` or into Hydra's environment.
-
-    Call it before Hydra writes `.hydra/*.yaml`.
+    """Refuse Hydra overrides that hold a secret. Call it before Hydra writes `.hydra/*.yaml`.
 
     Raises:
-        ConfigError: `serve.env.VLLM_API_KEY=...`, `serve.extra_args={api-key: ...}` and the like; the key is named, the
-            value is not.
+        ConfigError: `serve.env.VLLM_API_KEY=...`, `serve.extra_args={api-key: ...}`,
+            `serve.runtime.docker_args=[-e, VLLM_API_KEY=...]` and the like; the key is named, the value is not.
     """
     for argument in arguments:
-        if not _STORED.match(argument):
+        if argument.startswith(("-", "~")) or "=" not in argument:  # `~key` takes a key out and holds no value
             continue
         for where in _secret_places(argument):
             name = where.rpartition(".")[2]
             raise ConfigError(f"{name} is a secret, and overrides are stored", where=where, remedy=shell_remedy(name))
 
 
+def refuse_secret_config(config: Mapping[str, Any]) -> None:
+    """The same for a composed configuration, whatever file or override a value came from.
+
+    Raises:
+        ConfigError: the key is named, the value is not.
+    """
+    for where in secret_keys(config):
+        name = where.rpartition(".")[2]
+        found = f"{name} is a secret, and the configuration is stored"
+        raise ConfigError(found, where=where, remedy=shell_remedy(name))
+
+
 def shell_remedy(name: str) -> str:
     """What to do instead of writing the secret `name` into the configuration."""
-    variable = "VLLM_API_KEY" if name.lower().replace("-", "_") == "api_key" else name.upper().replace("-", "_")
-    return f"export {variable} in the shell instead: the server inherits it and it is never printed"
+    if not is_secret_name(name):  # a value that looks like one, under an innocent name
+        return f"take it out; if the server needs it, export {_variable(name)} in the shell: it inherits that"
+    return f"export {_variable(name)} in the shell instead: the server inherits it and it is never printed"
+
+
+def _variable(name: str) -> str:
+    plain = name.lower().replace("-", "_")
+    if plain in ("api_key", "authorization"):
+        return "VLLM_API_KEY"
+    return name.upper().replace("-", "_").replace(" ", "_")
 
 
 def _secret_places(argument: str) -> list[str]:
@@ -60,11 +123,16 @@ def _secret_places(argument: str) -> list[str]:
     for end, part in enumerate(parts, 1):
         if is_secret_name(part):
             return [".".join(parts[:end])]
-    return [found for plain in _values(argument) for found in secret_keys(plain, key)] if "{" in value else []
+    if not any(sign in value for sign in "{[:"):
+        return [*secret_keys(value, key)]
+    plain = _values(argument)
+    if plain is None:  # Hydra will refuse it, and show all of it
+        return [f"{key}.{name}" for name in _ANYWHERE.findall(value) if is_secret_name(name)]
+    return [found for one in plain for found in secret_keys(one, key)]
 
 
-def _values(argument: str) -> list[Any]:
-    """What Hydra's grammar makes of the value; a sweep gives several."""
+def _values(argument: str) -> list[Any] | None:
+    """What Hydra's grammar makes of the value; a sweep gives several; None: it makes nothing of it."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import ChoiceSweep
     from hydra.errors import HydraException
@@ -72,6 +140,6 @@ def _values(argument: str) -> list[Any]:
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException:
-        return []  # Hydra refuses it itself, before it writes anything
+        return None
     value = override.value()
     return list(value.list) if isinstance(value, ChoiceSweep) else [value]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`serve/engine=sglang`: an EAGLE-3 draft under SGLang. Nothing here has been run: SGLang needs a GPU.
+"""`serve/engine=sglang`: an EAGLE-3 draft under SGLang. Nothing here has been run: SGLang's kernels on PyPI want CUDA.
 
-Read in SGLang's `srt/models/llama_eagle3.py`, `srt/model_executor/model_runner.py`, `srt/server_args.py` and
-`srt/speculative/eagle_worker.py` (2025 to 2026), where it differs from vLLM:
+The flags were held against the wheel of 0.5.23. Read in SGLang's `srt/models/llama_eagle3.py`,
+`srt/model_executor/model_runner.py`, `srt/server_args.py` and `srt/speculative/eagle_worker.py` (2025 to 2026), where
+it differs from vLLM:
 - the first layer is called `midlayer`; releases from before pull request 24663 (May 2026) skip `layers.0.*` without a
   word and draft with random weights. Later ones take both names, and more than one layer;
 - aux layers are read from `eagle_config`, and id k there is the output of layer k: vLLM's id less one;

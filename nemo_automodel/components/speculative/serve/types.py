@@ -19,6 +19,13 @@ class Engine(Enum):
     sglang = "sglang"
 
 
+class SharedTensors(Enum):
+    """Draft tensors that are byte for byte the target's: `keep` in the export, or `omit` (vLLM uses the target's)."""
+
+    keep = "keep"
+    omit = "omit"
+
+
 class RuntimeKind(Enum):
     """Where vLLM lives: `here` (this interpreter, or `python`), `managed` (an environment per version), `docker`."""
 
@@ -39,16 +46,23 @@ class RuntimeSpec:
 
 @dataclass(frozen=True)
 class BenchmarkSpec:
-    """What the benchmark asks; `prompts` names chat rows as training reads them, `column` and `split` as there."""
+    """What the benchmark asks; `prompts` names files or data sets, each plain or `name=path`; `column` and `split` as
+    in training."""
 
-    prompts: str | None = None
+    prompts: str | tuple[str, ...] | None = None
     num_prompts: int = 60
     max_new_tokens: int = 128
-    concurrency: int = 1
+    concurrency: tuple[int, ...] = (1,)  # levels; the headline figures are the first one's
+    temperature: float = 0.0
+    stream: bool = True
+    stall_s: float = 600.0  # longest silence in an answer
     baseline: bool = True
     ngram: bool = False
     parity: bool = False
     min_acceptance_length: float | None = None
+    min_speedup: float | None = None
+    rerun: bool = False  # measure again what an earlier run of the same job measured
+    gpu_sets: tuple[str, ...] = ()  # values of CUDA_VISIBLE_DEVICES that the jobs of a sweep share, one each
     column: str | None = None
     split: str = "train"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # the draft was trained with these prompts
@@ -77,10 +91,16 @@ class ServeSpec:
     trust_remote_code: bool = False
     served_model_name: str | None = None
     export_dir: str | None = None
+    export_shared: SharedTensors = SharedTensors.keep
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     vllm_version: str = "auto"
     benchmark: BenchmarkSpec = field(default_factory=BenchmarkSpec)
+
+    @property
+    def speculates(self) -> bool:
+        """False for K = 0: the target alone, for comparison."""
+        return self.num_speculative_tokens != 0
 
 
 class Layout(Enum):
@@ -117,6 +137,7 @@ class TargetFacts:
     num_key_value_heads: int
     max_position_embeddings: int
     config: Mapping[str, Any]
+    folder: Path | None = None  # where its config.json lies (a Hub id: in the local cache); None: not read from a file
 
 
 @dataclass(frozen=True)
@@ -161,6 +182,7 @@ class Fixups:
     zeros: Mapping[str, tuple[str, tuple[int, ...]]] = field(
         default_factory=dict
     )  # exported name -> dtype and shape of a tensor of zeros that is not in the source
+    rows: Mapping[str, int] = field(default_factory=dict)  # exported name -> how many of its first rows are kept
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,6 @@ class VllmRelease:
     qwen3_draft: bool  # drafts with q_norm and k_norm
     target_allow_list: tuple[str, ...] | None  # substrings of the target's model_type; None: any SupportsEagle3 class
     cpu_speculation: bool
-    removed_flags: tuple[str, ...]  # command-line flags that ended before this minor
     cpu: bool = False  # set by resolve_release: the wheel that would serve is the CPU one
 
 
@@ -86,7 +85,8 @@ def release_for(version: str) -> VllmRelease:
     """The facts for a version: "0.32", "0.32.1+cpu", "v0_32". Patch releases map to their minor.
 
     Raises:
-        ConfigError: no version, or older than the oldest minor in the table.
+        ConfigError: no version.
+        VllmMissingError: older than the oldest minor in the table (exit code 2).
     """
     table = _table()
     wanted, oldest, newest = _minor(version), _minor(table["minors"][0]), _minor(table["minors"][-1])
@@ -94,7 +94,7 @@ def release_for(version: str) -> VllmRelease:
     if wanted is None:
         raise ConfigError(f"{version!r} is no vLLM version", where=where, remedy=f"give one like {table['minors'][-1]}")
     if wanted < oldest:
-        raise ConfigError(
+        raise VllmMissingError(
             f"vLLM {version} is older than {table['minors'][0]}, the oldest that is known here",
             where=where,
             remedy="install a newer vLLM: pip install -U vllm",
