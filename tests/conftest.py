@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+_TOKENS = tempfile.TemporaryDirectory(prefix="tokens-")  # removed at exit; nothing is cached in the home folder
+os.environ["TRAIN_THEN_SERVE_TOKENS"] = _TOKENS.name
 
 PEERS = Path(__file__).parents[1].parent / "shared" / "peers"
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from nemo_automodel.components.datasets.collate import collate, plan_epoch
-from nemo_automodel.components.datasets.encode import EncodedRow
+from nemo_automodel.components.datasets.encoded_rows import EncodedRow
 
 LENGTHS = [(i * 37) % 90 + 10 for i in range(203)]
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -27,6 +28,103 @@ def read(path, **settings):
 def test_both_spellings_give_the_same_messages(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": MESSAGES}, {"conversations": SHAREGPT}])
     assert read(path) == [MESSAGES, MESSAGES]
+
+
+def test_rows_of_different_styles_in_one_file(tmp_path):
+    rows = [
+        {"messages": MESSAGES},
+        {"conversations": [{"from": "Human", "value": "Hi"}, {"from": "GPT", "value": "Hello"}]},
+        {"messages": [{"role": "human", "content": "Hi"}, {"role": "model", "content": "Hello"}]},
+        {"messages": json.dumps(MESSAGES)},
+        {"prompt": "Hi", "completion": "Hello"},
+        {"prompt": MESSAGES[:1], "completion": MESSAGES[1:], "messages": None},
+        {"instruction": "Hi", "input": "", "output": "Hello"},
+        {"question": "Hi", "answer": "Hello"},
+    ]
+    assert read(write_jsonl(tmp_path / "a.jsonl", rows)) == [MESSAGES] * len(rows)
+
+
+def test_a_system_prompt_in_its_own_field_and_the_input_of_an_instruction(tmp_path):
+    rows = [
+        {"system": "Be kind.", "conversations": SHAREGPT},
+        {"system": "ignored: the turns have one", "messages": [{"role": "system", "content": "Be kind."}, *MESSAGES]},
+        {"instruction": "Translate", "input": "salut", "output": "hi", "system_prompt": "Be kind."},
+    ]
+    first, second, third = read(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert first == second == [{"role": "system", "content": "Be kind."}, *MESSAGES]
+    assert third[1] == {"role": "user", "content": "Translate\n\nsalut"}
+
+
+def test_tool_calls_in_all_spellings_become_one(tmp_path):
+    call = {"type": "function", "function": {"name": "clock", "arguments": {"zone": "UTC"}}}
+    as_text = {"type": "function", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
+    asked, told = {"role": "user", "content": "time?"}, {"role": "tool", "content": "12:00"}
+    sharegpt = [
+        {"from": "human", "value": "time?"},
+        {"from": "function_call", "value": '{"name": "clock", "arguments": {"zone": "UTC"}}'},
+        {"from": "observation", "value": "12:00"},
+    ]
+    rows = [
+        {"messages": [asked, {"role": "assistant", "content": None, "tool_calls": [as_text]}, told]},
+        {"messages": [asked, {"role": "assistant", "tool_calls": json.dumps([call["function"]])}, told]},
+        {"conversations": sharegpt, "tools": '[{"name": "clock"}]'},
+    ]
+    wanted = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, told]
+    assert read(write_jsonl(tmp_path / "a.jsonl", rows)) == [wanted] * 3
+    broken = [{"conversations": [{"from": "function_call", "value": "clock()"}]}]
+    with pytest.raises(DataError, match="turn 0 is a string but not JSON"):
+        read(write_jsonl(tmp_path / "b.jsonl", broken))
+
+
+def test_a_folder_of_shards_in_the_order_of_their_names(tmp_path):
+    import datasets
+
+    named = [{"messages": [{"role": "user", "content": str(i)}]} for i in range(6)]
+    (tmp_path / "deep").mkdir()
+    write_jsonl(tmp_path / "a-1.jsonl", named[:2])
+    (tmp_path / "a-2.jsonl.gz").write_bytes(gzip.compress(json.dumps(named[2]).encode() + b"\n"))
+    (tmp_path / "b.json").write_text(json.dumps([named[3]]))
+    datasets.Dataset.from_list(named[4:]).to_parquet(str(tmp_path / "deep" / "c.parquet"))
+    (tmp_path / "README.md").write_text("no data")
+    (tmp_path / ".hidden.jsonl").write_text("{")
+    assert [row[0]["content"] for row in read(tmp_path)] == list("012345")
+    write_jsonl(tmp_path / "a-1.jsonl", [named[0], {"text": "x"}])
+    with pytest.raises(DataError, match=r"row 2 \(a-1.jsonl:2\): no field"):
+        read(tmp_path)
+
+
+def test_files_named_after_splits_are_read_by_split(tmp_path):
+    for name, text in (("train-00000-of-00001", "t"), ("test-00000-of-00001", "e"), ("validation", "v")):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"messages": [{"role": "user", "content": text}]}])
+    assert [row[0]["content"] for row in read(tmp_path)] == ["t"]
+    assert [row[0]["content"] for row in read(tmp_path, split="validation")] == ["v"]
+    with pytest.raises(DataError, match="no file .* is named after the split 'other'.*data.split=test"):
+        read(tmp_path, split="other")
+
+
+def test_a_folder_without_rows_and_a_cut_archive(tmp_path):
+    with pytest.raises(DataError, match="holds no .jsonl"):
+        read(tmp_path)
+    whole = gzip.compress(json.dumps({"messages": MESSAGES}).encode() * 50)
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match="cannot read .*a.jsonl.gz"):
+        read(tmp_path / "a.jsonl.gz")
+
+
+def test_one_row_per_line_under_the_name_json(tmp_path):
+    assert read(write_jsonl(tmp_path / "a.json", [{"messages": MESSAGES}] * 2)) == [MESSAGES] * 2
+
+
+def test_a_line_that_is_no_text_is_named_by_its_line(tmp_path):
+    good = json.dumps({"messages": MESSAGES}).encode()
+    (tmp_path / "a.jsonl").write_bytes(good + b"\n\n\xff\xfe{}\n")
+    with pytest.raises(DataError, match=r"row 2 \(a.jsonl:3\): line 3 is not"):
+        read(tmp_path / "a.jsonl")
+
+
+def test_a_hub_id_that_is_not_cached_says_that_the_hub_is_not_asked():
+    with pytest.raises(DataError, match="'owner/chats' is not in the local cache.*HF_HUB_OFFLINE is set"):
+        read("owner/chats")
 
 
 def test_json_parquet_and_a_saved_folder_give_the_same_rows(tmp_path):
@@ -54,7 +152,7 @@ def test_nulls_at_any_depth_of_parquet_are_absent_keys(tmp_path):
     import datasets
 
     def turn(name, **arguments):
-        calls = [{"function": {"name": name, "arguments": arguments}}]
+        calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
         return {"role": "assistant", "content": "", "tool_calls": calls}
 
     def tool(name, **properties):
@@ -101,8 +199,9 @@ def test_bad_rows_are_named_by_number(tmp_path):
         read(write_jsonl(tmp_path / "a.jsonl", rows))
     text = str(caught.value)
     assert caught.value.where == "data.train"
-    assert "row 2: no field" in text and "row 4: turn 0 is from 'narrator'" in text
-    assert "row 5: turn 0 has neither" in text and "row 6: the content" in text and "row 7" in text
+    assert "row 2 (a.jsonl:2): no field" in text and "row 4 (a.jsonl:4): turn 0 is from 'narrator'" in text
+    assert "row 5 (a.jsonl:5): turn 0 has neither" in text and "row 6 (a.jsonl:6): the content" in text
+    assert "row 7 (a.jsonl:7)" in text
 
 
 def test_a_broken_line_is_named(tmp_path):

@@ -15,53 +15,6 @@ CHATML_MARKED = (
     "{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LLAMA3 = (
-    "{{- bos_token }}{%- for m in messages %}{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' "
-    "+ m['content'] | trim + '<|eot_id|>' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
-)
-# The logic of Qwen3's template: thinking of earlier turns dropped, an (empty) think block in the last one, tool calls.
-QWEN3 = """{%- if messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- set ns = namespace(searching=true, last_query_index=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.searching and message.role == 'user' %}
-        {%- set ns.searching = false %}
-        {%- set ns.last_query_index = index %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- elif message.role == 'tool' %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
-    {%- elif message.role == 'assistant' %}
-        {%- set content = message.content %}
-        {%- set reasoning = message.reasoning_content or '' %}
-        {%- if '</think>' in content %}
-            {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- endif %}
-        {%- if loop.index0 > ns.last_query_index and (loop.last or reasoning) %}
-            {{- '<|im_start|>assistant\\n<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' }}
-            {{- content.lstrip('\\n') }}
-        {%- else %}
-            {{- '<|im_start|>assistant\\n' + content }}
-        {%- endif %}
-        {%- for call in message.tool_calls or [] %}
-            {%- if not loop.first or content %}{{- '\\n' }}{%- endif %}
-            {{- '<tool_call>\\n' + call.function.name + '\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
-{%- endif %}"""
-
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>", "<|begin_of_text|>", "<|start_header_id|>",
     "<|end_header_id|>", "<|eot_id|>",
@@ -87,3 +40,15 @@ def byte_tokenizer(template: str | None, *, merges: tuple[tuple[str, str], ...] 
 def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
     """(role, content) pairs as messages."""
     return [{"role": role, "content": content} for role, content in pairs]
+
+
+def supervised_runs(encoder, row) -> list[str]:
+    """What of the row is trained on, one string per contiguous run of supervised tokens."""
+    encoded, _ = encoder.encode(row)
+    runs: list[list[int]] = [[]]
+    for token, on in zip(encoded.input_ids.tolist(), encoded.loss_mask.tolist()):
+        if on:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [encoder.tokenizer.decode(run) for run in runs if run]

@@ -22,12 +22,12 @@ class BadRows:
     named: list[str] = field(default_factory=list)
     remedy: str = ""  # of the first bad row
 
-    def add(self, number: int, reason: str, remedy: str) -> None:
-        """Take note of row `number` (from 1)."""
+    def add(self, number: int, reason: str, remedy: str, place: str = "") -> None:
+        """Take note of row `number` (from 1); `place`: its file and line, where it has one."""
         self.count += 1
         self.remedy = self.remedy or remedy
         if len(self.named) < MAX_NAMED:
-            self.named.append(f"row {number}: {reason}")
+            self.named.append(f"row {number}{f' ({place})' if place else ''}: {reason}")
 
     def refuse_early(self, read: int) -> None:
         """Call after each bad row, `read` rows into the source.

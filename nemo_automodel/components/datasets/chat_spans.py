@@ -1,160 +1,217 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where, in a rendered conversation, the assistant speaks: character spans.
 
-Templates with `{% generation %}` markers say it themselves. For the others each assistant turn is found by rendering
-the conversation a second time with that turn's content replaced by a sentinel: what precedes the sentinel is the
-header, what follows it is the end of the turn, and both must agree with the true rendering to the character, else the
-row is refused. So templates that drop old thinking or insert an empty think block (Qwen3) are handled without knowing
-them. A span runs from the end of the generation prompt to the end-of-turn token, inclusive: what a model would sample.
+Templates with `{% generation %}` markers say it themselves. The others are asked twice. First for the *frame*: the
+same roles with a sentinel in place of every content, so that what stands between two sentinels is the template's own
+text and nothing that a row could imitate. The part of it that the generation prompt has in common is the header of an
+assistant's turn, what follows up to the end-of-turn token is its end. Then, for each assistant turn, for the
+conversation with only that turn's content replaced: what precedes and follows the sentinel must agree with the true
+rendering to the character, else the row is refused. So templates that drop old thinking or insert an empty think block
+(Qwen3) are handled without knowing them. A span runs from the end of the generation prompt to the end-of-turn token,
+inclusive: what a model would sample.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping
 
-import jinja2
-from transformers.utils.chat_template_utils import render_jinja_template
+from nemo_automodel.components.datasets.chat_template import ChatTemplate, Messages, Span, TemplateFault
 
-Span = tuple[int, int]  # [begin, end) in characters
-Messages = Sequence[Mapping[str, Any]]
-
-SENTINEL = "x9Qz7sentinel7zQ9x"  # letters and digits only: no template trims, escapes or splits it
-GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+FRAMES_KEPT = 256  # frames of one template, by the roles of the conversation
+SHOWN_CHARACTERS = 160  # of a rendering in a message, on either side of what it is about
 
 
-class TemplateFault(Exception):
-    """A row that the template refuses, or whose spans are not certain; says what to do."""
-
-    def __init__(self, found: str, remedy: str) -> None:
-        super().__init__(found)
-        self.remedy = remedy
+def sentinel(index: int) -> str:
+    """Stands for the content of message `index`: letters and digits, which no template trims, escapes or splits."""
+    return f"x9Qz{index}sentinel{index}zQ9x"
 
 
 @dataclass(frozen=True)
-class ChatTemplate:
-    """The tokenizer's chat template with fixed tools and keyword arguments."""
+class Turn:
+    """What the template writes around one assistant turn."""
 
-    tokenizer: Any
-    tools: Sequence[Mapping[str, Any]] = ()
-    kwargs: Mapping[str, Any] | None = None
+    before: str  # between the content before it and its own; the header of the turn is in it
+    prompt: int  # characters of `before` that the generation prompt has as well
+    end: int | None  # characters after its content up to and with the end-of-turn token; None: not to be told
+
+
+@dataclass(frozen=True)
+class AssistantSpans:
+    """Finds the assistant's spans by one template."""
+
+    template: ChatTemplate
+
+    def __call__(self, messages: Messages) -> tuple[str, tuple[Span, ...]]:
+        """The rendered text and the spans of its assistant turns, ascending.
+
+        Raises:
+            TemplateFault: the template refuses the row, or a span is not certain.
+        """
+        if self.template.has_generation_markers:
+            return self.template.render_marked(messages)
+        text = self.template.render(messages)
+        if not any(message["role"] == "assistant" for message in messages):
+            return text, ()
+        if any(message.get("tool_calls") for message in messages):
+            turns = self._frame(_bare(messages))
+        else:
+            turns = self._frame_of_roles(tuple(message["role"] for message in messages))
+        return text, tuple(self._span(messages, text, index, turn) for index, turn in turns.items())
 
     @cached_property
-    def source(self) -> str:
-        return self.tokenizer.get_chat_template(tools=list(self.tools) or None)
+    def _known(self) -> dict[tuple[str, ...], dict[int, Turn]]:
+        return {}
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
-        """The conversation as text. Raises TemplateFault where the template itself refuses it."""
-        return self._render(messages, add_generation_prompt, with_spans=False)[0]
+    def _frame_of_roles(self, roles: tuple[str, ...]) -> dict[int, Turn]:
+        if roles not in self._known:
+            if len(self._known) == FRAMES_KEPT:
+                self._known.clear()
+            self._known[roles] = self._frame(tuple({"role": role} for role in roles))
+        return self._known[roles]
 
-    def assistant_spans(self, messages: Messages) -> tuple[str, tuple[Span, ...]]:
-        """The rendered text and the spans of its assistant turns, ascending."""
-        if GENERATION_MARKER.search(self.source):
-            return self._render(messages, False, with_spans=True)
-        text = self.render(messages)
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns:
-            return text, ()
-        prompt = self._generation_prompt(messages[: turns[0]] or [{"role": "user", "content": SENTINEL}])
-        return text, tuple(self._turn_span(messages, index, text, prompt) for index in turns)
+    def _frame(self, bare: tuple[Mapping[str, Any], ...]) -> dict[int, Turn]:
+        """The assistant turns of a conversation of which only roles and tool calls are known."""
+        filled = [{**message, "content": sentinel(index)} for index, message in enumerate(bare)]
+        text = self.template.render(filled)
+        hidden = [i for i, m in enumerate(filled) if sentinel(i) not in text and m.get("tool_calls")]
+        if hidden:  # Llama 3.1 and Mistral: a call takes the place of the content
+            for index in hidden:
+                filled[index] = _with_named_call(filled[index], sentinel(index))
+            text = self.template.render(filled)
+        places = sorted((text.find(sentinel(i)), i) for i in range(len(filled)) if sentinel(i) in text)
+        shown = {index for _, index in places}
+        for index, message in enumerate(filled):
+            if index not in shown and message["role"] == "assistant":
+                raise self._unsure(index, "the template does not show its content", text)
+            if index not in shown and message["role"] != "system":
+                raise TemplateFault(
+                    f"the template does not show what turn {index} ({message['role']}) says",
+                    "mend or delete these rows",
+                )
+        turns: dict[int, Turn] = {}
+        for slot, (at, index) in enumerate(places):
+            if filled[index]["role"] == "assistant":
+                last, last_index = places[slot - 1] if slot else (0, None)
+                before = text[last + len(sentinel(last_index)) : at] if slot else text[:at]
+                stop = places[slot + 1][0] if slot + 1 < len(places) else len(text)
+                after = text[at + len(sentinel(index)) : stop]
+                turns[index] = Turn(before, self._prompt(filled, index, last_index, before),
+                                    self._end_of_turn(after, filled[index]))  # fmt: skip
+        return turns
 
-    def _render(self, messages: Messages, prompt: bool, *, with_spans: bool) -> tuple[str, tuple[Span, ...]]:
-        kwargs = {**self.tokenizer.special_tokens_map, **(self.kwargs or {})}
-        try:
-            texts, spans = render_jinja_template(
-                conversations=[[dict(message) for message in messages]],
-                tools=list(self.tools) or None,
-                chat_template=self.source,
-                return_assistant_tokens_mask=with_spans,
-                add_generation_prompt=prompt,
-                **kwargs,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise TemplateFault(
-                f"the chat template refuses it: {error}", "mend or delete these rows, or set data.chat_template_kwargs"
-            ) from error
-        return texts[0], tuple((int(a), int(b)) for a, b in spans[0]) if with_spans else ()
+    def _prompt(self, filled: Messages, index: int, last_index: int | None, before: str) -> int:
+        """Characters of `before` that stand in the prompt from which the engine would have generated the turn."""
+        if last_index is not None:
+            prompt = self.template.render(filled[:index], add_generation_prompt=True)
+            _, found, rest = prompt.rpartition(sentinel(last_index))
+            if found:
+                return self._agreed(before, rest)
+        opening, header = self._opening, self._generation_prompt
+        at = before.rfind(opening) if opening else -1
+        return at + self._agreed(before[at:], header) if at >= 0 else len(before)
 
-    def _generation_prompt(self, before: Messages) -> str:
+    def _agreed(self, first: str, second: str) -> int:
+        """Characters in which two texts begin alike, not counting half a token: where they part before either ends
+        (`<｜Assistant｜><think>` and `<｜Assistant｜><｜tool`), back to the last newline or added token in common."""
+        common = os.path.commonprefix([first, second])
+        if len(common) in (len(first), len(second)):
+            return len(common)
+        ends = (common.rfind(token) + len(token) for token in self.template.added_tokens if token in common)
+        return max(common.rfind("\n") + 1, *ends, 0)
+
+    @cached_property
+    def _generation_prompt(self) -> str:
         """What the template appends for the assistant to go on, e.g. `<|im_start|>assistant\\n`; may be empty."""
-        plain, prompted = self.render(before), self.render(before, add_generation_prompt=True)
+        question = [{"role": "user", "content": sentinel(0)}]
+        plain, prompted = self.template.render(question), self.template.render(question, add_generation_prompt=True)
         return prompted[len(os.path.commonprefix([plain, prompted])) :]
 
-    def _turn_span(self, messages: Messages, index: int, text: str, prompt: str) -> Span:
-        replaced = [dict(message) for message in messages]
-        replaced[index]["content"] = SENTINEL
-        head, found, tail = self.render(replaced).partition(SENTINEL)
-        if not found:
-            raise self._unsure(index, "the template does not show its content")
-        header_at = self._header_start(head, prompt)
-        if text[:header_at] != head[:header_at]:
-            raise self._unsure(index, "its content changes the text before it")
-        begin = header_at + len(os.path.commonprefix([text[header_at:], head[header_at:], prompt]))
-        has_calls = bool(messages[index].get("tool_calls"))
-        # Templates put a newline between content and tool calls only where there is content.
-        for after in (tail, tail.lstrip("\n")) if has_calls else (tail,):
-            content_end = len(text) - len(after)
-            if text.endswith(after) and content_end >= begin:
-                return begin, content_end + self._end_of_turn(after, prompt, has_calls)
-        raise self._unsure(index, "its content changes the text after it")
+    @cached_property
+    def _opening(self) -> str:
+        """How a generation prompt begins: its first token beside the vocabulary, or its first line in plain text."""
+        prompt = self._generation_prompt
+        token = max((t for t in self.template.added_tokens if prompt.startswith(t)), key=len, default="")
+        return token or prompt[: re.match(r"\s*[^\n]*\n?", prompt).end()]
 
-    def _header_start(self, head: str, prompt: str) -> int:
-        """Where the header of the turn begins: the last place at which the generation prompt's opening stands.
+    def _end_of_turn(self, after: str, message: Mapping[str, Any]) -> int | None:
+        """Characters of the template's text after a content that belong to the turn; 0: it has no end-of-turn token.
 
-        The opening is the prompt's first special token, or its first line in templates of plain text; not the whole
-        prompt, which may go on (`<think>`) where earlier turns do not.
+        Only white space may stand before the token; one that also opens the generation prompt (`<|im_start|>`) opens
+        the next turn and ends nothing. After tool calls, tokens of all kinds may stand: there it must be a token that
+        ends ordinary turns as well, and nobody else may have spoken before it.
         """
-        opening = next((token for token in self._special_tokens if prompt.startswith(token)), "")
-        opening = opening or prompt[: re.match(r"\s*[^\n]*\n?", prompt).end()]
-        at = head.rfind(opening) if opening else -1
-        return at if at >= 0 else len(head)
+        if message.get("tool_calls"):
+            calls = json.dumps(message["tool_calls"], ensure_ascii=False)
+            ends = [(after.find(token), token) for token in self._end_tokens if token in after and token not in calls]
+            at, token = min(ends, default=(-1, ""))
+            opened = self._opening and self._opening in after[: max(at, 0)]
+            return None if at < 0 or opened else at + len(token)
+        token = self._token_at(after)
+        return 0 if not token else after.index(token) + len(token)
 
-    def _end_of_turn(self, tail: str, prompt: str, has_calls: bool) -> int:
-        """Characters of `tail` up to and with the end-of-turn token; 0 when the template has none.
-
-        Only white space (or the turn's tool calls) may stand before it; a token that also opens the generation prompt
-        (`<|im_start|>`) opens the next turn and ends nothing.
-        """
-        positions = [(tail.find(token), token) for token in self._special_tokens if token in tail]
-        if not positions:
-            return 0
-        at, token = min(positions, key=lambda pair: (pair[0], -len(pair[1])))
-        if prompt.startswith(token) or (tail[:at].strip() and not has_calls):
-            return 0
-        return at + len(token)
+    def _token_at(self, after: str) -> str:
+        """The special token that follows, white space aside; empty: none does, or one that opens the next turn."""
+        rest = after.lstrip()
+        token = max((t for t in self.template.special_tokens if rest.startswith(t)), key=len, default="")
+        return "" if token and self._generation_prompt.startswith(token) else token
 
     @cached_property
-    def _special_tokens(self) -> tuple[str, ...]:
-        added = self.tokenizer.added_tokens_decoder.values()
-        return tuple({str(t) for t in added if t.special} | set(self.tokenizer.all_special_tokens))
+    def _end_tokens(self) -> tuple[str, ...]:
+        """The tokens after plain answers: the last of a conversation, and one before another question."""
+        chat = [{"role": role, "content": sentinel(i)} for i, role in enumerate(("user", "assistant", "user"))]
+        texts = [self.template.render(chat[:2]), self.template.render(chat)]
+        found = {self._token_at(text.partition(sentinel(1))[2]) for text in texts}
+        return tuple(sorted(found - {""}))
+
+    def _span(self, messages: Messages, text: str, index: int, turn: Turn) -> Span:
+        replaced = [dict(message) for message in messages]
+        bare = {key: value for key, value in replaced[index].items() if key not in REASONING_FIELDS}
+        replaced[index] = {**bare, "content": sentinel(index)}
+        head, found, tail = self.template.render(replaced).partition(sentinel(index))
+        if not found and bare.get("tool_calls"):
+            replaced[index] = _with_named_call(bare, sentinel(index))
+            head, found, tail = self.template.render(replaced).partition(sentinel(index))
+        if not found:
+            raise self._unsure(index, "the template does not show its content", text)
+        gap = len(head) - len(turn.before)
+        if not head.endswith(turn.before) or text[:gap] != head[:gap]:
+            raise self._unsure(index, "its content changes the text before it", text, head)
+        begin = gap + min(turn.prompt, self._agreed(text[gap:], turn.before))
+        if turn.end is None:
+            raise self._unsure(index, "where its tool calls end is not clear", text, text[:begin])
+        # Templates put a newline between content and tool calls only where there is content.
+        for after, end in ((tail, turn.end), (tail.lstrip("\n"), turn.end - len(tail) + len(tail.lstrip("\n")))):
+            content_end = len(text) - len(after)
+            if text.endswith(after) and content_end >= begin and (after == tail or bare.get("tool_calls")):
+                return begin, content_end + end
+        raise self._unsure(index, "its content changes the text after it", text, text[:begin])
 
     @staticmethod
-    def _unsure(index: int, reason: str) -> TemplateFault:
+    def _unsure(index: int, reason: str, text: str, head: str | None = None) -> TemplateFault:
+        """`head`: what the guess is, the turn would begin after it."""
+        at = len(text) if head is None else len(os.path.commonprefix([text, head]))
+        shown = text[max(0, at - SHOWN_CHARACTERS) : at] + "⟦?⟧" + text[at : at + SHOWN_CHARACTERS]
+        if head is None:
+            shown = text[: 2 * SHOWN_CHARACTERS]
         return TemplateFault(
-            f"cannot tell the assistant's part of turn {index} for sure: {reason}",
+            f"cannot tell the assistant's part of turn {index} for sure: {reason}; rendered: {shown!r}",
             "put {% generation %} ... {% endgeneration %} around the assistant's text in the target's chat template",
         )
 
 
-def reasoning_spans(text: str, spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The `<think> ... </think>` parts, tags included, of the given spans.
+def _bare(messages: Messages) -> tuple[Mapping[str, Any], ...]:
+    """The messages without what they say: roles, tool calls, and the ids that tie calls to their answers."""
+    said = ("content", *REASONING_FIELDS)
+    return tuple({key: value for key, value in message.items() if key not in said} for message in messages)
 
-    A span that begins inside the thinking (templates that force `<think>` in the generation prompt) or ends inside it
-    (an answer cut short) is reasoning from its beginning or to its end.
-    """
-    found: list[Span] = []
-    for begin, end in spans:
-        at = begin
-        while at < end:
-            opened, closed = text.find(THINK_OPEN, at, end), text.find(THINK_CLOSE, at, end)
-            if opened < 0 and closed < 0:
-                break
-            start = at if closed >= 0 and not 0 <= opened < closed else opened
-            stop = closed + len(THINK_CLOSE) if closed >= 0 else end
-            found.append((start, stop))
-            at = stop
-    return tuple(found)
+
+def _with_named_call(message: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The message with another name in its first tool call."""
+    first, *others = message["tool_calls"]
+    return {**message, "tool_calls": [{**first, "function": {**first["function"], "name": name}}, *others]}

@@ -11,17 +11,21 @@ from typing import NamedTuple, Sequence
 import numpy as np
 import torch
 
-from nemo_automodel.components.datasets.encode import EncodedRow
+from nemo_automodel.components.datasets.encoded_rows import EncodedRow
+from nemo_automodel.components.datasets.packing import PackedRow
 
 BATCHES_PER_BUCKET = 32  # rows of this many batches are sorted by length together: little padding, still random
 
 
 class Batch(NamedTuple):
-    """Right-padded rows."""
+    """Right-padded lines: one row each, or several (packed)."""
 
     input_ids: torch.Tensor  # [B, T] int64
     loss_mask: torch.Tensor  # [B, T] bool, False on padding
-    lengths: torch.Tensor  # [B] int64
+    lengths: torch.Tensor  # [B] int64: tokens in the line
+    # [B, T] int64: where in the line the row of a position begins; 0 everywhere without packing. Position t of the line
+    # is position t - starts of its row, and attends to nothing before starts. Padding continues the last row.
+    starts: torch.Tensor
 
 
 def plan_epoch(lengths: Sequence[int], *, micro_batch_size: int, seed: int, epoch: int) -> tuple[tuple[int, ...], ...]:
@@ -41,12 +45,16 @@ def plan_epoch(lengths: Sequence[int], *, micro_batch_size: int, seed: int, epoc
     return tuple(tuple(int(i) for i in batches[k]) for k in rng.permutation(len(batches)))
 
 
-def collate(rows: Sequence[EncodedRow], *, pad_token_id: int) -> Batch:
-    """Pad to the longest row."""
+def collate(rows: Sequence[EncodedRow | PackedRow], *, pad_token_id: int) -> Batch:
+    """Pad to the longest line."""
     longest = max(len(row) for row in rows)
     input_ids = torch.full((len(rows), longest), pad_token_id, dtype=torch.int64)
     loss_mask = torch.zeros((len(rows), longest), dtype=torch.bool)
+    starts = torch.zeros((len(rows), longest), dtype=torch.int64)
     for i, row in enumerate(rows):
-        input_ids[i, : len(row)] = torch.from_numpy(row.input_ids)
-        loss_mask[i, : len(row)] = torch.from_numpy(row.loss_mask)
-    return Batch(input_ids, loss_mask, torch.tensor([len(row) for row in rows], dtype=torch.int64))
+        input_ids[i, : len(row)] = torch.from_numpy(row.input_ids.astype(np.int64))
+        loss_mask[i, : len(row)] = torch.from_numpy(np.array(row.loss_mask))  # a copy: mapped files are read-only
+        if isinstance(row, PackedRow):
+            for begin in row.begins.tolist():
+                starts[i, begin:] = begin
+    return Batch(input_ids, loss_mask, torch.tensor([len(row) for row in rows], dtype=torch.int64), starts)

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Mapping
 
 import numpy as np
 
-from nemo_automodel.components.datasets.chat_spans import ChatTemplate, Span, TemplateFault, reasoning_spans
 from nemo_automodel.components.datasets.bad_rows import BadRows
+from nemo_automodel.components.datasets.chat_spans import AssistantSpans
+from nemo_automodel.components.datasets.chat_template import ChatTemplate, Span, TemplateFault
+from nemo_automodel.components.datasets.encode_parallel import encode_all
+from nemo_automodel.components.datasets.encoded_rows import EncodedRow, EncodedRows, RowWriter
+from nemo_automodel.components.datasets.reasoning import check_all_found, reasoning_spans
 from nemo_automodel.components.datasets.rows import BadRow, ChatRow
 from nemo_automodel.errors import DataError
 
@@ -23,22 +27,10 @@ FIRST_PREDICTED = 2
 
 
 @dataclass(frozen=True)
-class EncodedRow:
-    """One row, cut to the sequence length."""
-
-    number: int  # in the source, from 1
-    input_ids: np.ndarray  # [T] int32
-    loss_mask: np.ndarray  # [T] bool; True: a token the assistant wrote
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-
-@dataclass(frozen=True)
 class EncodedSet:
     """All usable rows of one source, and what became of the others."""
 
-    rows: tuple[EncodedRow, ...]
+    rows: EncodedRows
     rows_read: int
     rows_cut: int  # longer than the sequence length
     rows_dropped: int  # nothing supervised is left in them
@@ -55,45 +47,76 @@ class RowEncoder:
     tokenizer: Any
     seq_length: int
     mask_reasoning_content: bool = False
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
 
-    def template(self, tools: Sequence[Mapping[str, Any]] = ()) -> ChatTemplate:
-        """The chat template as it is applied to rows with these tools."""
-        return ChatTemplate(self.tokenizer, tools, self.chat_template_kwargs) if tools else self._plain_template
+    def spans_of(self, row: ChatRow) -> tuple[str, tuple[Span, ...], tuple[Span, ...]]:
+        """The rendered text, the assistant's spans, and the spans of thinking that is not trained on.
+
+        Raises:
+            TemplateFault: the template refuses the row, or its spans cannot be told for sure.
+        """
+        finder = AssistantSpans(ChatTemplate(self.tokenizer, row.tools, self.kwargs)) if row.tools else self._plain
+        text, spans = finder(row.messages)
+        if not self.mask_reasoning_content:
+            return text, spans, ()
+        hidden = reasoning_spans(text, spans)
+        check_all_found(text, spans, hidden, row.messages)
+        return text, spans, hidden
 
     @cached_property
-    def _plain_template(self) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer, (), self.chat_template_kwargs)
+    def _plain(self) -> AssistantSpans:
+        return AssistantSpans(ChatTemplate(self.tokenizer, (), self.kwargs))
 
     def encode(self, row: ChatRow) -> tuple[EncodedRow, bool]:
         """The encoded row, and whether it was cut.
 
         Raises:
-            TemplateFault: the template refuses the row, or its assistant spans cannot be told for sure.
+            TemplateFault: as `spans_of`.
         """
-        text, spans = self.template(row.tools).assistant_spans(row.messages)
-        hidden = reasoning_spans(text, spans) if self.mask_reasoning_content else ()
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        starts = np.array([begin for begin, _ in encoded["offset_mapping"]], dtype=np.int64)  # [T]
-        mask = _inside(starts, spans) & ~_inside(starts, hidden)
+        text, spans, hidden = self.spans_of(row)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
         ids = np.array(encoded["input_ids"], dtype=np.int32)
+        mask = np.zeros(len(ids), dtype=bool)
+        for value, places in ((True, spans), (False, hidden)):
+            for begin, end in places:
+                mask[_first_token(encoded, text, begin) : _first_token(encoded, text, end)] = value
         cut = len(ids) > self.seq_length
         return EncodedRow(row.number, ids[: self.seq_length], mask[: self.seq_length]), cut
 
+    def encode_or_fault(self, row: ChatRow | BadRow) -> tuple[EncodedRow, bool] | BadRow:
+        """`encode`, or what is bad about the row."""
+        if isinstance(row, BadRow):
+            return row
+        try:
+            return self.encode(row)
+        except TemplateFault as fault:
+            return BadRow(row.number, str(fault), fault.remedy, row.place)
 
-def _inside(starts: np.ndarray, spans: Iterable[Span]) -> np.ndarray:
-    """[T] bool: the character at which the token begins lies in one of the spans."""
-    inside = np.zeros(len(starts), dtype=bool)
-    for begin, end in spans:
-        inside |= (starts >= begin) & (starts < end)
-    return inside
+
+def _first_token(encoded: Any, text: str, place: int) -> int:
+    """Index of the first token that begins at character `place` or later; their count when none does.
+
+    Asked of the tokenizer's encoding, character by character: a list of all offsets would cost a third of the time.
+    """
+    count = len(encoded["input_ids"])
+    for at in range(place, len(text)):
+        token = encoded.char_to_token(at)  # the first that covers the character; None: none does (dropped white space)
+        if token is None:
+            continue
+        while token < count and encoded.token_to_chars(token).start < place:
+            token += 1
+        return token
+    return count
 
 
 def encode_rows(
     rows: Iterable[ChatRow | BadRow], encoder: RowEncoder, *, where: str, max_bad_row_share: float = 0.0,
-    on_row: Callable[[int], None] | None = None,
+    on_row: Callable[[int], None] | None = None, workers: int = 1, writer: RowWriter | None = None,
 ) -> EncodedSet:  # fmt: skip
     """Encode every row; bad rows, and rows in which nothing is supervised, are dropped and counted.
+
+    `workers`: processes that encode; the result is the same. `writer` takes the rows that are kept; the set's own
+    `rows` are those that it gathered in memory (none when it wrote them to files).
 
     Raises:
         DataError: the tokenizer has no chat template or no offsets, a larger share of the rows than
@@ -102,28 +125,26 @@ def encode_rows(
     """
     check_tokenizer(encoder.tokenizer)
     bad = BadRows(max_bad_row_share, where)
-    kept: list[EncodedRow] = []
+    kept = RowWriter() if writer is None else writer
     first: ChatRow | None = None  # that can be rendered
     read = cut = 0
-    for row in rows:
+    for row, outcome in encode_all(rows, encoder.encode_or_fault, workers):
         read += 1
-        encoded = _encode_or_note(row, encoder, bad)
-        if encoded is None:
+        if isinstance(outcome, BadRow):
+            bad.add(outcome.number, outcome.reason, outcome.remedy, outcome.place)
             bad.refuse_early(read)
         else:
             first = first or row
-            cut += encoded[1]
-            if encoded[0].loss_mask[FIRST_PREDICTED:].any():
-                kept.append(encoded[0])
+            cut += outcome[1]
+            if outcome[0].loss_mask[FIRST_PREDICTED:].any():
+                kept.add(outcome[0])
         if on_row is not None:
             on_row(read)
     bad.refuse_too_many(read)
-    if not kept:
+    if not len(kept):
         raise _nothing_supervised(first, encoder, where)
-    tokens = sum(len(row) for row in kept)
-    supervised = sum(int(row.loss_mask.sum()) for row in kept)
     dropped = read - bad.count - len(kept)
-    return EncodedSet(tuple(kept), read, cut, dropped, tokens, supervised, bad.count, tuple(bad.named))
+    return EncodedSet(kept.rows(), read, cut, dropped, kept.tokens, kept.supervised_tokens, bad.count, tuple(bad.named))
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -141,22 +162,10 @@ def check_tokenizer(tokenizer: Any) -> None:
         )  # fmt: skip
 
 
-def _encode_or_note(row: ChatRow | BadRow, encoder: RowEncoder, bad: BadRows) -> tuple[EncodedRow, bool] | None:
-    """The encoded row and whether it was cut; None: it is bad, and noted."""
-    if isinstance(row, BadRow):
-        bad.add(row.number, row.reason, row.remedy)
-        return None
-    try:
-        return encoder.encode(row)
-    except TemplateFault as fault:
-        bad.add(row.number, str(fault), fault.remedy)
-        return None
-
-
 def _nothing_supervised(first: ChatRow | None, encoder: RowEncoder, where: str) -> DataError:
     if first is None:
         return DataError("the data set has no rows", where=where, remedy=f"set {where}=PATH to a file with chat rows")
-    text = encoder.template(first.tools).render(first.messages)
+    text = encoder.spans_of(first)[0]
     shown = repr(text if len(text) <= 600 else text[:400] + " ... " + text[-200:])
     roles = ", ".join(str(message["role"]) for message in first.messages)
     return DataError(

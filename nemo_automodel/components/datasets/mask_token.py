@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable
+from typing import Any
 
-from nemo_automodel.components.datasets.encode import EncodedRow
+from nemo_automodel.components.datasets.encoded_rows import EncodedRows
 from nemo_automodel.errors import ConfigError
 
 MASK_TOKEN = "<|mask|>"
@@ -29,12 +29,12 @@ def resolve_mask_token_id(tokenizer: Any, configured: int | None) -> int:
     return found
 
 
-def check_mask_token_unused(rows: Iterable[EncodedRow], mask_token_id: int, *, where: str) -> None:
+def check_mask_token_unused(rows: EncodedRows, mask_token_id: int, *, where: str) -> None:
     """Raises ConfigError when a row contains the mask token: the draft could not tell a slot from a real token."""
-    for row in rows:
-        if (row.input_ids == mask_token_id).any():
-            raise ConfigError(
-                f"the mask token id {mask_token_id} occurs in the data ({where}, row {row.number})",
-                where="draft.mask_token_id",
-                remedy="set draft.mask_token_id=ID to a token id that the data never uses",
-            )
+    number = rows.first_row_with(lambda ids: ids == mask_token_id)
+    if number is not None:
+        raise ConfigError(
+            f"the mask token id {mask_token_id} occurs in the data ({where}, row {number})",
+            where="draft.mask_token_id",
+            remedy="set draft.mask_token_id=ID to a token id that the data never uses",
+        )
