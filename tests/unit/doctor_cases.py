@@ -40,6 +40,31 @@ def eagle3(**changes: Any) -> dict[str, Any]:
 
 SEQUENTIAL = bare(mask_hidden=GONE)
 REDUCED = draft_tensors(draft_vocab=32, prefix="")
+NO_EMBED = named(embed_tokens__weight=GONE)
+
+
+def sized(size: int, draft: int | None = None, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A draft with embeddings for `size` ids and a head for `draft` of them (None: for all)."""
+    rows = size if draft is None else draft
+    tensors = bare(**named(embed_tokens__weight=ones(size, H), lm_head__weight=ones(rows, H)))
+    if draft is not None:
+        tensors |= {"d2t": np.arange(draft), "t2d": np.isin(np.arange(size), np.arange(draft) * 2)}
+    return served(**({"vocab_size": size, "draft_vocab_size": rows} | changes)), tensors
+
+
+def without(name: str, tensors: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in tensors.items() if key != name}
+
+
+def fused(tensors: dict[str, Any]) -> dict[str, Any]:
+    """q, k, v and gate, up as the packed parameters that vLLM makes of them."""
+    out = dict(tensors)
+    for name, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
+        stem = f"layers.0.{name.split('.')[0]}"
+        out[f"layers.0.{name}.weight"] = np.concatenate([out.pop(f"{stem}.{part}_proj.weight") for part in parts])
+    return out
+
+
 BIASES = {LAYER + f"{x}_proj.bias": ones(size) for x, size in (("q", 16), ("k", 8), ("v", 8))}
 WIDE_HEADS = {
     LAYER + f"{x}_proj.weight": ones(*size)
@@ -91,10 +116,18 @@ CASES: list[tuple[str, Any, Any, dict[str, Any], int, str, str]] = [
     ("g: K=8 of 4", served(), bare(), {"num_speculative_tokens": 8}, 0, "warning", "above the trained depth 4"),
     ("h: no flag", served(parallel_drafting=GONE), bare(), {}, 0, "warning", "taken for P-EAGLE"),
     ("i: speculators", SPECULATORS, bare(), {}, 0, "note", "transformer_layer_config: nested -> top level"),
-    ("j: no embeddings", served(), bare(**named(embed_tokens__weight=GONE)), {}, 0, "", ""),
+    ("j: no embeddings", served(), bare(**NO_EMBED), {}, 0, "", ""),
     ("full, no head", served(), bare(**named(lm_head__weight=GONE)), {}, 0, "warning", "the target's head is used"),
     ("method of another kind", served(), bare(), {"method": "draft_model"}, 1, "error", "method is draft_model"),
-    ("k7: no o_proj.bias", served(attention_bias=True), bare() | BIASES, {}, 0, "note", "zeros (1 layers)"),
+    (
+        "k7: no o_proj.bias",
+        served(attention_bias=True),
+        bare() | BIASES,
+        {},
+        0,
+        "note",
+        "o_proj.bias: (absent) -> zeros (1 in all)",
+    ),
     ("k7b: flag, no biases", served(attention_bias=True), bare(), {}, 0, "note", "attention_bias: True -> False"),
     # 2.1 class names
     ("no class name", served(architectures=GONE), bare(), {}, 0, "note", "architectures: (absent)"),
@@ -247,4 +280,49 @@ CASES: list[tuple[str, Any, Any, dict[str, Any], int, str, str]] = [
         "which reaches 128",
     ),
     ("no rope_theta", served(rope_theta=GONE), bare(), {}, 0, "warning", "names no rope_theta"),
+    # a vocabulary padded to another size (run: each of them serves, or fails as said; vLLM itself compares nothing)
+    ("60 of 64", *sized(60), {}, 0, "warning", "has embeddings for 60 of the target's 64"),
+    ("60 of 64, map", *sized(60), {}, 0, "note", "tensor d2t: (absent) -> zeros (60)"),
+    ("60 of 64, reduced", *sized(60, 20), {"tokenizer": 60}, 0, "warning", "has embeddings for 60"),
+    ("60 of 64, used", *sized(60), {"tokenizer": 62}, 1, "error", "the target's tokenizer uses 62"),
+    ("60, shared", sized(60, 20)[0], without("embed_tokens.weight", sized(60, 20)[1]), {}, 0, "note", "size: 60 -> 64"),
+    (
+        "60, no head",
+        sized(60)[0],
+        without("lm_head.weight", sized(60)[1]),
+        {},
+        0,
+        "warning",
+        "the target's head is used",
+    ),
+    ("60, cloned config", sized(60)[0] | {"vocab_size": V}, sized(60)[1], {}, 0, "note", "vocab_size: 64 -> 60"),
+    ("65 of 64", *sized(65), {}, 0, "note", "tensor lm_head.weight: 65 rows -> 64 rows"),
+    ("65 of 64, reduced", *sized(65, 20), {}, 0, "note", "tensor embed_tokens.weight: 65 rows -> 64 rows"),
+    ("65, mask token 64", *sized(65, mask_token_id=64, pard_token=64), {}, 0, "warning", "its mask token 64"),
+    ("48 of 64", *sized(48), {}, 1, "error", "the draft's vocab_size is 48, the target's 64"),
+    ("48 of 64, tokenizer", *sized(48), {"tokenizer": 40}, 0, "warning", "has embeddings for 48"),
+    # tensors that vLLM takes, skips or drops (run)
+    ("n_predict", served(n_predict=3), bare(), {}, 0, "note", "n_predict: 3 -> (absent)"),
+    ("fused", served(), fused(bare()), {}, 0, "", ""),
+    ("fused, short", served(), fused(bare()) | {LAYER + "qkv_proj.weight": ones(30, 32)}, {}, 1, "error", "[32, 32]"),
+    ("bias of zeros", served(), bare() | {"fc.bias": np.zeros(H, "float32")}, {}, 0, "note", "all zeros"),
+    ("bias", served(), bare() | {"fc.bias": ones(H)}, {}, 1, "error", "does not know: fc.bias"),
+    ("q bias", served(), bare() | {LAYER + "q_proj.bias": ones(16)}, {}, 0, "note", "zeros (3 in all)"),
+    ("up bias", served(), bare() | {"layers.0.mlp.up_proj.bias": ones(24)}, {}, 0, "note", "zeros (2 in all)"),
+    ("t2d of another name", served(), bare() | {"x.t2d_y": ones(2)}, {}, 0, "note", "skips every name with t2d"),
+    ("inv_freq", served(), bare() | {"rotary_emb.inv_freq": ones(4)}, {}, 0, "note", "computes its own"),
+    ("verifier", served(), bare() | {"verifier_norm.weight": ones(H)}, {}, 0, "note", "only the trainer needs"),
+    ("half d2t", served(draft_vocab_size=32), REDUCED | {"d2t": np.arange(32, dtype="float16")}, {}, 0, "", ""),
+    ("byte d2t", served(draft_vocab_size=32), REDUCED | {"d2t": np.arange(32, dtype="uint8")}, {}, 0, "", ""),
+    ("ids as text", served(eagle_aux_hidden_state_layer_ids=["2", 3.0, 5]), bare(), {}, 0, "note", "-> [2, 3, 5]"),
+    ("ids in one text", served(eagle_aux_hidden_state_layer_ids="2,3,5"), bare(), {}, 1, "error", "write a list"),
+    (
+        "three layers",
+        served(eagle_aux_hidden_state_layer_ids=GONE),
+        bare(),
+        {"target": {"num_hidden_layers": 3}},
+        0,
+        "warning",
+        "[0, 1, 2] of 3 is assumed",
+    ),
 ]

@@ -17,8 +17,10 @@ import torch
 from doctor_cases import CASES, GONE, SEQUENTIAL, eagle3
 from drafts import draft_config, write_draft, write_target
 
+from nemo_automodel.components.speculative.serve.convert import convert_bin
 from nemo_automodel.components.speculative.serve.doctor import Diagnosis, Severity, diagnose
 from nemo_automodel.components.speculative.serve.types import ServeSpec
+from nemo_automodel.errors import ResolveError
 
 REPO = Path(__file__).parents[2]
 MODULE = "nemo_automodel.components.speculative.serve_vllm"
@@ -30,6 +32,9 @@ def examine(
     kept = {name: value for name, value in tensors.items() if value is not None}
     draft = write_draft(folder / "draft", config, kept)
     facts = write_target(folder / "target", **({"num_hidden_layers": 6} | (target or {})))
+    if (ids := options.pop("tokenizer", None)) is not None:
+        vocab = {"model": {"vocab": {str(i): i for i in range(ids - 1)}}, "added_tokens": [{"id": ids - 1}]}
+        (facts / "tokenizer.json").write_text(json.dumps(vocab))
     spec = ServeSpec(
         str(draft),
         str(facts),
@@ -102,7 +107,7 @@ def test_the_command_imports_nothing_heavy(tmp_path: Path) -> None:
     [
         (("--draft", "nowhere/x/y"), "no such path"),
         (("--draft", "pickled"), "convert"),
-        (("--draft", "d", "--target", "./nowhere"), "serve.target"),
+        (("--draft", "d", "--target", "./nowhere"), "no folder"),
         (
             ("--draft", "d", "--vllm", "0.27", "--num-speculative-tokens", "9", "--", "--max-num-seqs", "1024"),
             "max_num_seqs",
@@ -135,6 +140,7 @@ def test_bin_weights_are_converted_by_the_command_that_the_refusal_names(tmp_pat
     draft.mkdir()
     tensors = {name.replace("layers.0.", "midlayer."): torch.from_numpy(value) for name, value in SEQUENTIAL.items()}
     torch.save(tensors, draft / "pytorch_model.bin")
+    torch.save({"lr": 1.0}, draft / "training_args.bin")  # the trainer's own, which is no part of the model
     (draft / "config.json").write_text(json.dumps(eagle3()))
     before = {file.name: file.read_bytes() for file in draft.iterdir()}
     (line,) = [line for line in doctor(tmp_path, "--draft", "a draft").stdout.splitlines() if "convert once: " in line]
@@ -146,6 +152,27 @@ def test_bin_weights_are_converted_by_the_command_that_the_refusal_names(tmp_pat
     assert doctor(tmp_path, "--draft", done.stdout.strip(), "--vllm", "0.32").returncode == 0
     again = subprocess.run([sys.executable, *words[1:]], env=environ, capture_output=True, text=True, timeout=120)
     assert again.returncode == 1 and "is there already" in again.stderr
+
+
+def test_a_missing_bin_of_an_index_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({"fc.weight": torch.zeros(2)}, tmp_path / "pytorch_model-00001-of-00002.bin")
+    names = {"fc.weight": "pytorch_model-00001-of-00002.bin", "norm.weight": "pytorch_model-00002-of-00002.bin"}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ResolveError, match="not there: pytorch_model-00002-of-00002.bin"):
+        convert_bin(tmp_path)
+
+
+def test_a_snapshot_of_the_hub_s_cache_is_converted_outside_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "models--me--draft" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    torch.save({"fc.weight": torch.zeros(4, 2).t()}, snapshot / "pytorch_model.bin")  # a view: not contiguous
+    monkeypatch.chdir(tmp_path)
+    assert convert_bin(snapshot) == tmp_path / "draft-safetensors"
+    assert sorted(file.name for file in snapshot.parent.iterdir()) == ["abc"]
 
 
 def test_a_bin_that_runs_code_is_not_opened(tmp_path: Path) -> None:

@@ -164,6 +164,42 @@ def test_leftovers_of_another_sharding_and_untold_files(tmp_path: Path) -> None:
         resolve(str(folder), Path.cwd())
 
 
+def test_numbered_files_without_an_index_are_a_whole_set_or_half_written(tmp_path: Path) -> None:
+    folder = write_draft(tmp_path / "d", shards=2)
+    (folder / "model.safetensors.index.json").unlink()
+    assert {t.name for t in resolve(str(folder), Path.cwd()).tensors} == set(draft_tensors())
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ResolveError, match="1 weight file .*half-written"):
+        resolve(str(folder), Path.cwd())
+
+
+def test_the_hub_s_cache_is_found_by_its_snapshot_and_by_its_repository(tmp_path: Path) -> None:
+    """snapshots/<commit>/ holds links to blobs, as huggingface_hub lays them out."""
+    repo = tmp_path / "models--me--draft"
+    source, snapshot = write_draft(tmp_path / "d"), repo / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    for file in source.iterdir():
+        (repo / "blobs" / f"hash-{file.name}").write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/hash-{file.name}")
+    for named in (snapshot, repo, snapshot / "model.safetensors"):
+        assert resolve(str(named), Path.cwd()).model_dir == snapshot
+    (repo / "snapshots" / "def").mkdir()
+    with pytest.raises(ResolveError, match="2 snapshots and no refs/main"):
+        resolve(str(repo), Path.cwd())
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("abc\n")
+    assert resolve(str(repo), Path.cwd()).model_dir == snapshot
+
+
+def test_a_trainer_s_own_state_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("training_args.bin", "optimizer.bin", "rng_state_0.pth"):
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ResolveError, match=r"no \*\.safetensors"):
+        resolve(str(tmp_path), Path.cwd())
+
+
 def test_pickles_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "config.json").write_text("{}")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan what must change so that the chosen vLLM serves this draft as it was trained. Reads at most `d2t` and `t2d`."""
+"""Plan what must change so that the chosen vLLM serves this draft as it was trained. Reads little: `d2t`,
+`t2d`, biases without a place and, where vocabularies differ in size, the target's tokenizer.json."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from nemo_automodel.components.speculative.serve import fixup_sizes as sizes
 from nemo_automodel.components.speculative.serve import fixup_tensors as tensors
 from nemo_automodel.components.speculative.serve import fixup_vocab as vocab
 from nemo_automodel.components.speculative.serve.fixup_family import check_draft_family
+from nemo_automodel.components.speculative.serve.fixup_padding import fix_padding
 from nemo_automodel.components.speculative.serve.fixup_target import check_multimodal
 from nemo_automodel.components.speculative.serve.ledger import Caution, Ledger, Problem, raise_problems
 from nemo_automodel.components.speculative.serve.replay import check_replay
@@ -80,13 +82,14 @@ def examine(
     config.un_nest_speculators(ledger)
     sizes.check_types(ledger)
     sizes.fix_sizes(ledger, names, target)
+    fix_padding(ledger, names, target)
     config.fix_architecture(ledger, names, release)
     config.fix_features(ledger, names, release)
     rope.fix_positions(ledger, target, spec)
     config.fix_mask_token(ledger, parallel)
     config.fix_aux_layers(ledger, target, release)
     vocab.untie(ledger, names)
-    vocab.fix_vocabulary(ledger, names)
+    vocab.fix_vocabulary(ledger, names, target)
     tensors.fix_mask_hidden(ledger, names, parallel, release)
     tensors.check_weights(ledger, names)
     sizes.drop_idle(ledger)
@@ -118,4 +121,5 @@ def _fixups(ledger: Ledger, names: tensors.Names, parallel: bool, depth: int) ->
         num_speculative_tokens=depth,
         copies=names.copies(),
         zeros=dict(names.zeros),
+        rows={name: rows for name, rows in names.rows.items() if names.has(name)},
     )

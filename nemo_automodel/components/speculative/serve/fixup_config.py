@@ -8,7 +8,7 @@ from typing import Any
 from nemo_automodel.components.speculative.draft.spec import default_aux_layer_ids
 from nemo_automodel.components.speculative.serve.fixup_family import PEAGLE, class_names
 from nemo_automodel.components.speculative.serve.fixup_sizes import check_heads
-from nemo_automodel.components.speculative.serve.fixup_tensors import FLOATS, Names, add_output_biases
+from nemo_automodel.components.speculative.serve.fixup_tensors import FLOATS, Names, add_biases
 from nemo_automodel.components.speculative.serve.ledger import DRAFT, Ledger, as_mapping
 from nemo_automodel.components.speculative.serve.types import Fixup, TargetFacts
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
@@ -80,9 +80,9 @@ def fix_architecture(ledger: Ledger, names: Names, release: VllmRelease) -> None
 
 
 def fix_features(ledger: Ledger, names: Names, release: VllmRelease) -> None:
-    """Flags follow the tensors; what the chosen release would silently ignore is refused."""
-    add_output_biases(ledger, names)
-    qkv = names.any_like(r"self_attn\.[qkv]_proj\.bias$")
+    """Flags follow the tensors."""
+    add_biases(ledger, names)
+    qkv = names.any_like(r"self_attn\.(q|k|v|qkv)_proj\.bias$")
     _follow(ledger, "attention_bias", qkv or names.any_like(r"self_attn\.o_proj\.bias$"))
     _follow(ledger, "mlp_bias", names.any_like(r"mlp\..*_proj\.bias$"))
     _follow(ledger, "fc_norm", names.any_like(r"^fc_norm\."))
@@ -96,6 +96,11 @@ def fix_features(ledger: Ledger, names: Names, release: VllmRelease) -> None:
         ledger.set("norm_before_residual", True, "eagle_config names it, where no vLLM reads it")
     if ledger.config.get("hidden_act", "silu") != "silu":
         ledger.problem(f"hidden_act is {ledger.config['hidden_act']!r}", remedy="vLLM's draft layers know silu only")
+    check_features(ledger, release)
+
+
+def check_features(ledger: Ledger, release: VllmRelease) -> None:
+    """What the chosen release would silently ignore is refused."""
     since = {"attention_bias": "0.16", "norm_before_fc": "0.18", "fc_norm": "0.22", "norm_output": "0.22"}
     for key, first in since.items():
         if ledger.config.get(key) and not getattr(release, key):
@@ -145,6 +150,7 @@ def fix_aux_layers(ledger: Ledger, target: TargetFacts | None, release: VllmRele
         ids = _guess_aux(ledger, layers)
     if ids is None:
         return
+    ids = _whole(ids)
     if not all(type(i) is int for i in ids) or list(ids) != sorted(set(ids)) or not ids:
         found = f"eagle_aux_hidden_state_layer_ids is {list(ids)}, not distinct and ascending (vLLM sorts them)"
         ledger.problem(found, remedy="list them ascending, in the order of fc's columns")
@@ -161,6 +167,16 @@ def fix_aux_layers(ledger: Ledger, target: TargetFacts | None, release: VllmRele
     ledger.set(
         "eagle_aux_hidden_state_layer_ids", list(ids), "vLLM reads the ids at the top level, else it guesses them"
     )
+
+
+def _whole(ids: list[Any]) -> list[Any]:
+    """4.0 and "4" as 4, where all can be read so; vLLM compares them with whole numbers as they are."""
+    try:
+        whole = [int(i) for i in ids]
+    except (TypeError, ValueError, OverflowError):
+        return ids
+    fits = all(type(i) in (int, float, str) and (type(i) is str or i == n) for i, n in zip(ids, whole, strict=True))
+    return whole if fits else ids
 
 
 def _aux_in_range(ledger: Ledger, ids: list[int], layers: int | None, release: VllmRelease) -> bool:
@@ -219,11 +235,11 @@ def _guess_aux(ledger: Ledger, layers: int | None) -> list[int] | None:
         )
         return None
     try:
-        guess = list(default_aux_layer_ids(layers))
+        guess = [0, 1, 2] if layers == 3 else list(default_aux_layer_ids(layers))  # vLLM's own (2, 1, 0), sorted
     except ValueError as error:
         ledger.problem(str(error), remedy="write eagle_aux_hidden_state_layer_ids into the draft's config.json")
         return None
-    usual = "the usual default" if guess == [2, layers // 2, layers - 3] else "vLLM's own default would collide"
+    usual = "the usual default" if guess == sorted((2, layers // 2, layers - 3)) else "vLLM's own default would collide"
     ledger.warn(
         f"the draft names no aux layers: {guess} of {layers} is assumed ({usual}); wrong ones cost acceptance silently"
     )
@@ -236,6 +252,7 @@ def clean(ledger: Ledger, names: Names) -> None:
         for key in ("quantization_config", "compression_config"):
             ledger.drop(key, "cloned from the target; the draft's tensors are plain")
     ledger.drop("auto_map", "points to Python code that is not here")
+    ledger.drop("n_predict", "cloned from a multi-token-prediction model; vLLM would take only multiples of it for K")
     for key in ("text_config", "vision_config", "audio_config"):
         ledger.drop(key, "cloned from a multimodal target; vLLM would read the draft's sizes there")
     if ledger.config.get("is_causal") is False:

@@ -18,19 +18,15 @@ _DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 _DEPTH_KEYS = {True: ("num_depths",), False: ("ttt_steps", "ttt_length", "num_speculative_tokens")}
 # (max_num_batched_tokens, max_num_seqs) that vLLM takes by itself on small and large GPUs, EngineArgs 0.17-0.27
 _DEFAULT_BUDGETS = ((2048, 256), (8192, 1024))
+_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _CPU_BUDGET = (2048, 128)  # of the API server, times tensor_parallel_size (read in 0.26)
 
 
 def check_target(ledger: Ledger, names: Names, target: TargetFacts | None, release: VllmRelease) -> None:
-    """Vocabulary and hidden size against the target's; the target's family where the release keeps a list."""
+    """Hidden size against the target's; the target's family where the release keeps a list."""
     if target is None:
         return
     where, remedy = "serve.target", "serve the draft with the target it was trained for"
-    vocab = ledger.config.get("vocab_size")
-    if vocab != target.vocab_size:
-        ledger.problem(
-            f"the draft's vocab_size is {vocab}, the target's {target.vocab_size}", where=where, remedy=remedy
-        )
     hidden = ledger.config.get("hidden_size")
     takes = ledger.config.get("target_hidden_size") or hidden
     if takes != target.hidden_size:
@@ -101,6 +97,7 @@ def check_options(
     """What depends on the server's options alone: parallel sizes, method, and P-EAGLE's room in the scheduler."""
     _check_dtype_and_length(ledger, target, spec)
     _check_parallel_sizes(ledger, target, spec)
+    _check_cpu_heads(ledger, release)
     _check_method(ledger, parallel, spec)
     if not (parallel and release.parallel_drafting):
         return
@@ -140,6 +137,15 @@ def _check_budget(ledger: Ledger, depth: int, release: VllmRelease, spec: ServeS
         ledger.warn(
             f"{found} where those are its defaults for the GPU, and would not start", where=where, remedy=remedy
         )
+
+
+def _check_cpu_heads(ledger: Ledger, release: VllmRelease) -> None:
+    """The attention of vLLM for CPU knows some head sizes only (`v1/attention/backends/cpu_attn.py`, 0.32)."""
+    head = ledger.config.get("head_dim")
+    if release.cpu and type(head) is int and head not in _CPU_HEADS:
+        takes = ", ".join(map(str, _CPU_HEADS))
+        found = f"head_dim is {head}; the attention of vLLM for CPU takes {takes} (read in 0.32): it will hardly start"
+        ledger.warn(found, remedy="serve this draft on a GPU")
 
 
 def _count(spec: ServeSpec, key: str) -> int | None:

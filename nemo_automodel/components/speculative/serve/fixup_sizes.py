@@ -49,7 +49,8 @@ def check_types(ledger: Ledger) -> None:
     """Values of a kind that no reader can use are problems, and taken out so that the rest can be judged."""
     wanted: dict[str, tuple[str, tuple[type, ...]]] = dict.fromkeys(_MAPPINGS, ("an object", (dict,)))
     wanted |= dict.fromkeys(_FLAGS, ("true or false", (bool,)))
-    wanted |= {"layer_types": ("a list", (list,)), "hidden_act": ("a string", (str,))}
+    wanted |= dict.fromkeys(("layer_types", "eagle_aux_hidden_state_layer_ids"), ("a list", (list,)))
+    wanted["hidden_act"] = ("a string", (str,))
     wanted |= {"target_hidden_size": ("a positive whole number", (int,))}
     for key, (name, kinds) in wanted.items():
         value = ledger.config.get(key)

@@ -10,14 +10,20 @@ import re
 from dataclasses import dataclass, field
 
 from nemo_automodel.components.speculative.serve.ledger import Ledger
+from nemo_automodel.components.speculative.serve.shards import read_bytes
 from nemo_automodel.components.speculative.serve.types import Fixup, Resolved, ShardTensor
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
 
 FLOATS = ("F32", "F16", "BF16", "F64")
-_UNUSED = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|rotary_pos_emb\.inv_freq)$")
+_UNUSED = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|rotary_pos_emb\.inv_freq)$")
+_VERIFIER = re.compile(r"^verifier_(lm_head|norm)\.")  # speculators' frozen copies of the target's, for training
 _LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+# vLLM's own packed parameters, which its loader takes from a file as they are
+FUSED = {"self_attn.qkv_proj": _LINEARS[:3], "mlp.gate_up_proj": _LINEARS[4:6]}
 
 
 @dataclass
@@ -28,12 +34,17 @@ class Names:
     left_out: list[str] = field(default_factory=list)
     copied: set[str] = field(default_factory=set)  # those of `kept` whose source is exported under another name as well
     zeros: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # exported without a source
+    rows: dict[str, int] = field(default_factory=dict)  # of which only the first rows are exported
 
     def has(self, name: str) -> bool:
         return name in self.kept
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        return self.kept[name].info.shape if name in self.kept else None
+        """As exported; None when there is no such tensor in the source."""
+        if name not in self.kept:
+            return None
+        shape = self.kept[name].info.shape
+        return (self.rows[name], *shape[1:]) if name in self.rows else shape
 
     def any_like(self, pattern: str) -> bool:
         return any(re.search(pattern, name) for name in self.kept)
@@ -82,6 +93,10 @@ def plan_names(resolved: Resolved, ledger: Ledger) -> Names:
         renamed += name != tensor.name
     for name in [name for name in names.kept if _UNUSED.search(name)]:
         names.leave_out(name, ledger, "computed, not trained; vLLM computes its own")
+    for name in [name for name in names.kept if "t2d" in name and name != "t2d"]:
+        names.leave_out(name, ledger, "vLLM skips every name with t2d in it")
+    for name in [name for name in names.kept if _VERIFIER.search(name)]:
+        names.leave_out(name, ledger, "the target's own weights, which only the trainer needs")
     if renamed:
         first = next(t.name for n, t in names.kept.items() if n != t.name)
         why = f"vLLM's loader puts `model.` before every name itself ({renamed} tensors)"
@@ -89,23 +104,29 @@ def plan_names(resolved: Resolved, ledger: Ledger) -> Names:
     return names
 
 
-def add_output_biases(ledger: Ledger, names: Names) -> None:
-    """Layers with biases on q, k and v and none on `o_proj` (Qwen2's form) get one of zeros, which changes nothing.
+def add_biases(ledger: Ledger, names: Names) -> None:
+    """Where some linear layers have a bias and others of their kind have none, the others get one of zeros, which
+    changes nothing.
 
-    vLLM's llama_eagle3.py builds all four from `attention_bias` and leaves the one that is missing uninitialised.
+    vLLM's llama_eagle3.py builds the biases of q, k, v and o from the one `attention_bias` and those of gate, up and
+    down from `mlp_bias`, in every layer, and leaves what is missing uninitialised (Qwen2's form has q, k and v only).
+    qwen3_eagle3.py builds q, k and v.
     """
-    if names.any_like(r"\.self_attn\.([qk]_norm\.weight|o_proj\.bias)$"):
-        return  # the Qwen3 form builds none; one that only some layers have is missing in the others
-    made = []
-    for i in range(names.layer_count()):
-        stem = f"layers.{i}.self_attn"
-        output = names.kept.get(f"{stem}.o_proj.weight")
-        if output is not None and len(output.info.shape) == 2 and names.has(f"{stem}.q_proj.bias"):
-            made.append(f"{stem}.o_proj.bias")
-            names.zeros[made[-1]] = (output.info.dtype, (output.info.shape[0],))
-    if made:
-        why = "q, k and v have biases, o_proj has none: vLLM builds one with them and would leave it uninitialised"
-        ledger.changes.append(Fixup(f"tensor {made[0]}", None, f"zeros ({len(made)} layers)", why))
+    qk_norm = names.any_like(r"\.self_attn\.[qk]_norm\.weight$")
+    groups = {"self_attn": (*_LINEARS[:3], "qkv_proj"), "mlp": () if qk_norm else (*_LINEARS[4:], "gate_up_proj")}
+    groups["self_attn"] += () if qk_norm else ("o_proj",)
+    for group, linears in groups.items():
+        if not any(names.any_like(rf"{group}\.{linear}\.bias$") for linear in linears):
+            continue
+        made = []
+        for name in (f"layers.{i}.{group}.{linear}" for i in range(names.layer_count()) for linear in linears):
+            weight = names.kept.get(f"{name}.weight")
+            if weight is not None and len(weight.info.shape) == 2 and not names.has(f"{name}.bias"):
+                made.append(f"{name}.bias")
+                names.zeros[made[-1]] = (weight.info.dtype, (weight.info.shape[0],))
+        if made:
+            why = "others of its kind have one: vLLM builds all of them and would leave this one uninitialised"
+            ledger.changes.append(Fixup(f"tensor {made[0]}", None, f"zeros ({len(made)} in all)", why))
 
 
 def fix_mask_hidden(ledger: Ledger, names: Names, parallel: bool, release: VllmRelease) -> None:
@@ -161,10 +182,21 @@ def check_weights(ledger: Ledger, names: Names) -> None:
     unknown = sorted(
         names.kept[name].name for name in names.kept if name not in expected and name not in optional | spare
     )
+    unknown = [name for name in unknown if not _idle_bias(ledger, names, name)]
     if unknown:
         shown = ", ".join(unknown[:6]) + (", ..." if len(unknown) > 6 else "")
         found = f"{len(unknown)} tensors that vLLM's EAGLE-3 model does not know: {shown}"
         ledger.problem(found, where="tensors", remedy="name a draft of the Llama or Qwen3 EAGLE-3 layout")
+
+
+def _idle_bias(ledger: Ledger, names: Names, source: str) -> bool:
+    """A bias that no vLLM class builds (its loader drops it without a word) is left out when it is all zeros."""
+    name = next(name for name, tensor in names.kept.items() if tensor.name == source)
+    tensor = names.kept[name]
+    if not name.endswith(".bias") or len(tensor.info.shape) != 1 or any(read_bytes(tensor)):
+        return False
+    names.leave_out(name, ledger, "all zeros, and vLLM has no place for it")
+    return True
 
 
 def _expected_shapes(ledger: Ledger, names: Names) -> dict[str, tuple[int, ...]] | None:
@@ -181,7 +213,7 @@ def _expected_shapes(ledger: Ledger, names: Names) -> dict[str, tuple[int, ...]]
     fc_in = aux * target_hidden
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, fc_in), "norm.weight": (hidden,)}
     for i in range(names.layer_count()):
-        shapes.update(_layer_shapes(i, sizes, ledger))
+        shapes.update(_layer_shapes(i, sizes, ledger, names))
     if ledger.config.get("fc_norm"):
         shapes.update({f"fc_norm.{i}.weight": (target_hidden,) for i in range(aux)})
     if ledger.config.get("norm_before_fc"):
@@ -194,7 +226,7 @@ def _expected_shapes(ledger: Ledger, names: Names) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-def _layer_shapes(i: int, sizes: dict[str, int], ledger: Ledger) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(i: int, sizes: dict[str, int], ledger: Ledger, names: Names) -> dict[str, tuple[int, ...]]:
     hidden, inner, head = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
     queries, keys = sizes["num_attention_heads"] * head, sizes["num_key_value_heads"] * head
     wide = 2 * hidden if i == 0 else hidden  # layer 0 reads [norm(embed), norm(hidden)]
@@ -205,9 +237,13 @@ def _layer_shapes(i: int, sizes: dict[str, int], ledger: Ledger) -> dict[str, tu
     shapes: dict[str, tuple[int, ...]] = {f"layers.{i}.{norm}.weight": (hidden,) for norm in _NORMS}
     if i == 0:
         shapes["layers.0.hidden_norm.weight"] = (hidden,)
+    for fused, parts in FUSED.items():
+        if names.has(f"layers.{i}.{fused}.weight"):
+            rows[fused.split(".")[1]] = sum(rows.pop(part) for part in parts)
+            columns[fused.split(".")[1]] = wide if "qkv" in fused else hidden
     qk_norm = ledger.config.get("model_type") == "qwen3"
-    for linear in _LINEARS:
-        group = "self_attn" if linear in _LINEARS[:4] else "mlp"
+    for linear in rows:
+        group = "self_attn" if linear in (*_LINEARS[:4], "qkv_proj") else "mlp"
         shapes[f"layers.{i}.{group}.{linear}.weight"] = (rows[linear], columns[linear])
         # llama_eagle3.py builds o_proj.bias too when attention_bias is set; qwen3_eagle3.py never does
         biased = ledger.config.get("attention_bias") and not (qk_norm and linear == "o_proj")

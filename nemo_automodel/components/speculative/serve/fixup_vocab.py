@@ -6,16 +6,21 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
+from typing import Sequence
 
+from nemo_automodel.components.speculative.serve.fixup_padding import is_padding
 from nemo_automodel.components.speculative.serve.fixup_tensors import Names
 from nemo_automodel.components.speculative.serve.ledger import Ledger
-from nemo_automodel.components.speculative.serve.types import Fixup, ShardTensor
-from nemo_automodel.files import read_safetensors_header
+from nemo_automodel.components.speculative.serve.shards import read_bytes
+from nemo_automodel.components.speculative.serve.types import Fixup, ShardTensor, TargetFacts
 
 # any of these is cast to int64 by vLLM's loader; a float is exact up to 2**24
-_CODES = {"I64": "q", "I32": "i", "I16": "h", "F32": "f", "F64": "d"}
+_CODES = {"I64": "q", "I32": "i", "I16": "h", "I8": "b", "U64": "Q", "U32": "I", "U16": "H", "U8": "B", "BOOL": "B"}
+_CODES |= {"F32": "f", "F64": "d"}
+_EXACT = {"F16": 2**11, "BF16": 2**8}  # whole numbers up to these are all there
 
 
 def untie(ledger: Ledger, names: Names) -> None:
@@ -36,8 +41,11 @@ def untie(ledger: Ledger, names: Names) -> None:
     ledger.changes.append(Fixup("tensor lm_head.weight", None, embed.name, why))
 
 
-def fix_vocabulary(ledger: Ledger, names: Names) -> None:
-    """`draft_vocab_size` present and right; `d2t` valid when reduced, left out when full (vLLM >= 0.30 refuses it)."""
+def fix_vocabulary(ledger: Ledger, names: Names, target: TargetFacts | None) -> None:
+    """`draft_vocab_size` present and right; `d2t` valid when reduced, left out when full (vLLM >= 0.30 refuses it).
+
+    Full is what vLLM takes for it: as many ids as the target has.
+    """
     size = ledger.number("vocab_size")
     if size is None:
         return
@@ -50,15 +58,17 @@ def fix_vocabulary(ledger: Ledger, names: Names) -> None:
         return
     if draft > size:
         ledger.problem(f"draft_vocab_size {draft} is above vocab_size {size}", remedy="mend the draft's config.json")
-    elif draft == size:
+    elif draft == (target.vocab_size if target else size) or (draft == size and not _has_map(names)):
         _leave_out_full_map(ledger, names)
-        if not names.has("lm_head.weight"):
-            found = (
-                "there is no lm_head: the target's head is used, which is right only if the draft was trained with it"
-            )
-            ledger.warn(found, where="tensors")
     else:
         _check_map(ledger, names, draft, size)
+    if draft == size and not names.has("lm_head.weight"):
+        found = "there is no lm_head: the target's head is used, which is right only if the draft was trained with it"
+        ledger.warn(found, where="tensors")
+
+
+def _has_map(names: Names) -> bool:
+    return names.has("d2t") or "d2t" in names.zeros
 
 
 def _leave_out_full_map(ledger: Ledger, names: Names) -> None:
@@ -78,6 +88,8 @@ def _leave_out_full_map(ledger: Ledger, names: Names) -> None:
 def _check_map(ledger: Ledger, names: Names, draft: int, size: int) -> None:
     """`t2d` stays where `d2t` does: every vLLM skips it, and other readers use it."""
     where = "tensor d2t"
+    if "d2t" in names.zeros:
+        return
     if not names.has("d2t"):
         found = f"draft_vocab_size is {draft} of {size}, but there is no d2t: vLLM would take draft ids for target ids"
         ledger.problem(found, where="tensors", remedy="save the draft again with its d2t")
@@ -113,8 +125,8 @@ def _marked(ledger: Ledger, names: Names, size: int) -> list[int] | None:
     """The target ids that `t2d` [vocab] marks, ascending; None without a usable one, which no vLLM reads anyway."""
     if not names.has("t2d"):
         return None
-    tensor = names.kept["t2d"]
-    if tensor.info.dtype not in ("BOOL", "U8") or tensor.info.shape != (size,):
+    tensor, shape = names.kept["t2d"], names.shape("t2d") or ()
+    if tensor.info.dtype not in ("BOOL", "U8") or len(shape) != 1 or not is_padding(shape[0], size, None):
         found = f"t2d is {tensor.info.dtype} {list(tensor.info.shape)}, not a mark for each of {size} ids"
         ledger.warn(f"{found}: it is left out, and cannot confirm d2t", where="tensor t2d")
         names.leave_out("t2d", ledger, "vLLM never reads it")
@@ -123,22 +135,31 @@ def _marked(ledger: Ledger, names: Names, size: int) -> list[int] | None:
 
 
 def _integers(ledger: Ledger, tensor: ShardTensor) -> list[int] | None:
-    code = _CODES.get(tensor.info.dtype)
-    if code is None:
+    values = _values(tensor)
+    if values is None:
         ledger.problem(f"d2t is {tensor.info.dtype}", where="tensor d2t", remedy="save it as int64")
         return None
-    values = array(code, read_bytes(tensor))
-    if sys.byteorder == "big":
-        values.byteswap()
+    exact = _EXACT.get(tensor.info.dtype)
+    if exact is not None and any(abs(value) > exact for value in values):
+        found = f"d2t is {tensor.info.dtype}, which rounds whole numbers above {exact}"
+        ledger.problem(found, where="tensor d2t", remedy="save it again, as int64")
+        return None
     if not all(-(2**24) < value < 2**24 and value == int(value) for value in values):
         ledger.problem("d2t does not hold whole numbers", where="tensor d2t", remedy="save it again, as int64")
         return None
     return [int(value) for value in values]
 
 
-def read_bytes(tensor: ShardTensor) -> bytes:
-    """The raw bytes of one (small) tensor."""
-    start = read_safetensors_header(tensor.shard).data_start + tensor.info.begin
-    with tensor.shard.open("rb") as file:
-        file.seek(start)
-        return file.read(tensor.info.end - tensor.info.begin)
+def _values(tensor: ShardTensor) -> Sequence[float] | None:
+    raw, dtype = read_bytes(tensor), tensor.info.dtype
+    if dtype == "F16":
+        return [value for (value,) in struct.iter_unpack("<e", raw)]
+    if dtype == "BF16":  # the upper half of a float32
+        return [struct.unpack("<f", b"\0\0" + raw[i : i + 2])[0] for i in range(0, len(raw), 2)]
+    code = _CODES.get(dtype)
+    if code is None:
+        return None
+    values = array(code, raw)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

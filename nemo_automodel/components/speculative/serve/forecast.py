@@ -8,7 +8,11 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from nemo_automodel.components.speculative.serve.command import build_command, command_warnings
+from nemo_automodel.components.speculative.serve.command import (
+    build_baseline_command,
+    build_command,
+    command_warnings,
+)
 from nemo_automodel.components.speculative.serve.export_plan import EXPORT_DIR
 from nemo_automodel.components.speculative.serve.export_line import export_line
 from nemo_automodel.components.speculative.serve.record import JobRecord
@@ -39,10 +43,15 @@ def print_forecast(spec: ServeSpec, train_line: str, draft: DraftConfig, *, base
     parallel, k = draft.kind is DraftKind.peagle, spec.num_speculative_tokens or draft.trained_depth
     planned = Fixups({}, (), {}, (), (), parallel_drafting=parallel, num_speculative_tokens=k)
     served = replace(spec, target=absolute_target(spec.target, base_dir), export_dir=None)
-    command = build_command(model / EXPORT_DIR, planned, served, found.release, spec.python, spec.port, os.environ)
+    place = (spec.python, spec.port)
+    if spec.speculates:
+        command = build_command(model / EXPORT_DIR, planned, served, found.release, *place, os.environ)
+    else:
+        command = build_baseline_command(served, found.release, *place, environ=os.environ)
     record.command(command)
     record.save("printed")
     made = [shlex.join(line)] if (line := make_line(spec)) else []
     report.say("would train, then export the last checkpoint, then start the server:")
-    print(" && ".join([*made, train_line, export_line(served, str(model), found.release), command.shell()]), flush=True)
+    exporting = [export_line(served, str(model), found.release)] if spec.speculates else []
+    print(" && ".join([*made, train_line, *exporting, command.shell()]), flush=True)
     return 0

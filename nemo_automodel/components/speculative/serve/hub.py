@@ -9,8 +9,11 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
+from nemo_automodel.components.speculative.serve.shards import pickled_weights
 from nemo_automodel.errors import ResolveError
 
+_UNANSWERED = "the Hub does not answer from this machine, and the local cache has no copy"
+CONVERT = "python -m nemo_automodel.components.speculative.serve_vllm convert --draft"
 WEIGHT_PATTERNS = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 
 
@@ -40,11 +43,18 @@ def fetch_hub_draft(repo: str, *, where: str) -> Path:
     """
     from huggingface_hub import snapshot_download
 
+    offline = not _answers()
     try:
-        offline = not _answers()
-        return Path(snapshot_download(repo, allow_patterns=WEIGHT_PATTERNS, local_files_only=offline))
+        folder = Path(snapshot_download(repo, allow_patterns=WEIGHT_PATTERNS, local_files_only=offline))
     except Exception as error:  # noqa: BLE001 - see fetch_hub_file
-        raise _unreachable(repo, error, where) from error
+        raise _unreachable(repo, OSError(_UNANSWERED) if offline else error, where) from error
+    if not any(folder.glob("*.safetensors")) and not pickled_weights(folder):
+        raise ResolveError(
+            f"{repo} has no safetensors weights ({'in the local cache' if offline else 'on the Hub'})",
+            where=where,
+            remedy=f"if it has .bin weights: hf download {repo} --local-dir DIR, then {CONVERT} DIR",
+        )
+    return folder
 
 
 def _knock() -> None:

@@ -53,7 +53,14 @@ def replay(
         place = parameter_of(name, config)
         if place is None or (place == _MASK and not parallel):
             continue
-        if place not in wanted:
+        if place not in wanted and (parts := _parts(place, wanted)):
+            if any(part in seen for part in parts):
+                colliding.append((next(seen[part] for part in parts if part in seen), name))
+            seen |= dict.fromkeys(parts, name)
+            whole = (sum(wanted[part][0] for part in parts), *wanted[parts[0]][1:])
+            if tuple(shape) != whole:
+                misshapen.append((name, shape, whole))
+        elif place not in wanted:
             unknown.append(name)
         elif place in seen:
             colliding.append((seen[place], name))
@@ -63,6 +70,12 @@ def replay(
                 misshapen.append((name, shape, wanted[place]))
     missing = [place for place in wanted if place not in seen and place not in optional]
     return Replay(tuple(unknown), tuple(missing), tuple(colliding), tuple(misshapen))
+
+
+def _parts(place: str, wanted: Mapping[str, Shape]) -> list[str]:
+    """The parts of a packed parameter that a file holds as one tensor, under vLLM's own name."""
+    stem, _, kind = place.rpartition(".")
+    return [part for part in wanted if part.startswith(f"{stem}[") and part.endswith(f"].{kind}")]
 
 
 def parameter_of(name: str, config: Mapping[str, Any]) -> str | None:
@@ -142,8 +155,8 @@ def _optional(config: Mapping[str, Any], wanted: Mapping[str, Shape]) -> set[str
     out = {f"model.layers.{i}.hidden_norm.weight" for i in range(1, config["num_hidden_layers"])}
     if config.get("target_hidden_size", config["hidden_size"]) == config["hidden_size"]:
         out.add("model.embed_tokens.weight")
-        if _D2T not in wanted:
-            out.add("lm_head.weight")
+        if _D2T not in wanted or (config.get("draft_vocab_size") or config["vocab_size"]) == config["vocab_size"]:
+            out.add("lm_head.weight")  # of its own vocabulary it has all ids: the first rows of the target's head
     return out
 
 
@@ -182,7 +195,7 @@ def _aux_count(config: Mapping[str, Any]) -> int:
 
 def check_replay(ledger: Ledger, names: Names, parallel: bool, target: TargetFacts | None) -> None:
     """The planned export, through the loader: what it would stumble over although the planning did not is a problem."""
-    planned = [(name, tensor.info.shape) for name, tensor in names.kept.items()]
+    planned = [(name, names.shape(name) or ()) for name in names.kept]
     planned += [(name, shape) for name, (_, shape) in names.zeros.items()]
     found = replay(ledger.config, planned, parallel=parallel, target_vocab=target.vocab_size if target else None)
     told = [f"does not know {name}" for name in found.unknown]

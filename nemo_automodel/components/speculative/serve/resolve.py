@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Iterator, Mapping
 
 from nemo_automodel.components.speculative.serve.hub import fetch_hub_draft
-from nemo_automodel.components.speculative.serve.shards import read_tensors, weight_files
+from nemo_automodel.components.speculative.serve.shards import pickled_weights, read_tensors, weight_files
 from nemo_automodel.components.speculative.serve.types import Layout, Resolved, ShardTensor
 from nemo_automodel.errors import ResolveError
 from nemo_automodel.files import is_path_like, read_json
@@ -96,6 +96,9 @@ def _places(path: Path, looks: list[_Look], seen: set[Path]) -> Iterator[Path]:
         else:
             looks.append(_Look(path, "is a file, not a folder"))
         return
+    if (path / "snapshots").is_dir():
+        yield from _snapshot(path, looks)
+        return
     for sub in ("model/consolidated", "consolidated", "model", "."):
         if sub == "." or (path / sub).is_dir():
             yield path / sub if sub != "." else path
@@ -110,6 +113,17 @@ def _places(path: Path, looks: list[_Look], seen: set[Path]) -> Iterator[Path]:
             return
     if not (path / "checkpoints").is_dir() and not (path / "config.json").is_file():
         looks.append(_Look(path / "checkpoints", "is not there"))
+
+
+def _snapshot(repo: Path, looks: list[_Look]) -> Iterator[Path]:
+    """A repository folder of the Hub's local cache: the snapshot that `refs/main` names, or the only one."""
+    main, snapshots = repo / "refs" / "main", sorted(repo.glob("snapshots/*"))
+    if main.is_file():
+        yield repo / "snapshots" / (main.read_text(encoding="utf-8", errors="replace").strip() or "?")
+    elif len(snapshots) == 1:
+        yield snapshots[0]
+    else:
+        looks.append(_Look(repo, f"has {len(snapshots)} snapshots and no refs/main: name one of them"))
 
 
 def _follow_latest(path: Path, looks: list[_Look]) -> Path | None:
@@ -149,7 +163,7 @@ def _unfit(place: Path) -> str | None:
         return "weights without config.json (half-written?)" if weights else "no config.json"
     if weights or any(place.glob("*.safetensors.index.json")):
         return None
-    old = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in place.glob(pattern))
+    old = [file.name for file in pickled_weights(place)]
     if old:
         raise ResolveError(
             f"{place} holds {', '.join(old[:3])} and no safetensors: pickles are not loaded",

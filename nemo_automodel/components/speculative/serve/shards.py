@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from nemo_automodel.components.speculative.serve.types import ShardTensor
@@ -13,6 +14,8 @@ WHERE = "serve.checkpoint"
 AGAIN = "name another checkpoint, or copy or save this one again"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_PART = re.compile(r"^(.+)-(\d+)-of-(\d+)\.safetensors$")
+_STATE = re.compile(r"^(training_args|optimizer|scheduler|scaler|rng_state|random_states|sampler).*\.\w+$|^\.")
 DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -24,8 +27,8 @@ DTYPE_BYTES = {
 def weight_files(model_dir: Path) -> dict[Path, frozenset[str] | None]:
     """Shard file -> the names its index promises there (None: no index, whatever is inside).
 
-    An index wins over stray files beside it, except that a `model.safetensors` beside an index is refused: loaders
-    differ in which of the two they read.
+    Without an index, a whole set of numbered files is the model. An index wins over stray files beside it, except that
+    a `model.safetensors` beside an index is refused: loaders differ in which of the two they read.
 
     Raises:
         ResolveError: no way to tell which files are the model, a missing shard, or an entry that leaves the folder.
@@ -45,10 +48,31 @@ def weight_files(model_dir: Path) -> dict[Path, frozenset[str] | None]:
         return _indexed(model_dir, indices[0])
     if (model_dir / SINGLE) in files:
         return {model_dir / SINGLE: None}
-    if len(files) == 1:
-        return {files[0]: None}
+    if _whole_set(files) or (len(files) == 1 and not _PART.match(files[0].name)):
+        return dict.fromkeys(files)
     shown = ", ".join(file.name for file in files[:4])
-    raise _bad(f"{model_dir} holds {len(files)} weight files ({shown}) and no {INDEX} (half-written?)", AGAIN)
+    count = "1 weight file" if len(files) == 1 else f"{len(files)} weight files"
+    raise _bad(f"{model_dir} holds {count} ({shown}) and no {INDEX} (half-written?)", AGAIN)
+
+
+def pickled_weights(model_dir: Path) -> list[Path]:
+    """The `.bin` files that may hold a model (else `.pt`, `.pth`, `.ckpt`), without a trainer's own state."""
+    for patterns in (("*.bin",), ("*.pt", "*.pth", "*.ckpt")):
+        files = sorted(file for pattern in patterns for file in model_dir.glob(pattern))
+        files = [file for file in files if not _STATE.match(file.name)]
+        if files:
+            return files
+    return []
+
+
+def _whole_set(files: list[Path]) -> bool:
+    """Every file of one `<name>-0000i-of-0000n` set, whose index got lost: vLLM loads all files there are, too."""
+    parts = [_PART.match(file.name) for file in files]
+    stems = {(part[1], int(part[3])) for part in parts if part}
+    if not all(parts) or len(stems) != 1:
+        return False
+    (_, count) = stems.pop()
+    return sorted(int(part[2]) for part in parts if part) == list(range(1, count + 1))
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -107,6 +131,14 @@ def read_tensors(model_dir: Path, shards: dict[Path, frozenset[str] | None]) -> 
     if not tensors:
         raise _bad(f"the weight files of {model_dir} hold no tensors", AGAIN)
     return tuple(tensors.values())
+
+
+def read_bytes(tensor: ShardTensor) -> bytes:
+    """The raw bytes of one (small) tensor."""
+    start = read_safetensors_header(tensor.shard).data_start + tensor.info.begin
+    with tensor.shard.open("rb") as file:
+        file.seek(start)
+        return file.read(tensor.info.end - tensor.info.begin)
 
 
 def _bad(found: str, remedy: str) -> ResolveError:

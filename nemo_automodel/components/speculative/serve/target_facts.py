@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Mapping
 
@@ -33,7 +34,7 @@ def read_target(path: str, base_dir: Path | None = None) -> TargetFacts:
         raise ResolveError(f"no folder {folder}", where=WHERE, remedy="name an existing model folder or a Hub id")
     else:
         file = fetch_hub_file(path, "config.json", where=WHERE)
-    return facts_from_config(path, _read(file))
+    return replace(facts_from_config(path, _read(file)), folder=file.parent)
 
 
 def read_target_or_none(path: str, base_dir: Path | None = None) -> tuple[TargetFacts | None, str | None]:
@@ -48,6 +49,21 @@ def read_target_or_none(path: str, base_dir: Path | None = None) -> tuple[Target
         if is_path_like(path, base_dir) or (Path(base_dir or ".") / Path(path).expanduser()).is_dir():
             raise
         return None, f"{error.found}: checks of the draft against this target are skipped"
+
+
+def tokenizer_size(folder: Path | None) -> int | None:
+    """One more than the highest id of the `tokenizer.json` beside the target's config; None: there is none to read."""
+    try:
+        content = read_json(folder / "tokenizer.json") if folder is not None else {}
+    except (OSError, ValueError):
+        return None
+    model = content.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocab.values()) if isinstance(vocab, dict) else []
+    ids += range(len(vocab)) if isinstance(vocab, list) else []  # a unigram model's pieces, in the order of their ids
+    added = content.get("added_tokens")
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    return max((i for i in ids if type(i) is int), default=-1) + 1 or None
 
 
 def _read(file: Path) -> dict[str, Any]:
