@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from nemo_automodel.components.speculative.draft.io import load_draft, save_draft
 from nemo_automodel.components.speculative.draft.layers import build_rotary
-from nemo_automodel.components.speculative.draft.peagle import PEagleDraft, build_draft
+from nemo_automodel.components.speculative.draft.build import build_draft
+from nemo_automodel.components.speculative.draft.peagle import PEagleDraft
 from nemo_automodel.components.speculative.draft.spec import DraftSpec, RopeSpec
 from nemo_automodel.errors import ConfigError, ResolveError
 

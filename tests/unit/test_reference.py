@@ -20,7 +20,8 @@ from nemo_automodel.components.speculative.draft.eagle3 import Eagle3Draft
 from nemo_automodel.components.speculative.draft.io import save_draft
 from nemo_automodel.components.speculative.draft.layers import apply_rotary
 from nemo_automodel.components.speculative.draft.network import DraftNetwork
-from nemo_automodel.components.speculative.draft.peagle import PEagleDraft, build_draft
+from nemo_automodel.components.speculative.draft.build import build_draft
+from nemo_automodel.components.speculative.draft.peagle import PEagleDraft
 from nemo_automodel.components.speculative.draft.spec import DraftSpec, RopeSpec
 from nemo_automodel.components.speculative.methods.attention import CrossDepthAttention
 from nemo_automodel.components.speculative.methods.cod import pack_elements
@@ -98,8 +99,8 @@ def edit(folder: Path, keys: dict) -> None:
 def make_sequential(folder: Path, target: Qwen3ForCausalLM, norm_output: bool, **changes: object) -> Eagle3Draft:
     """The same network without mask slot, half a vocabulary, as an exported EAGLE-3 folder."""
     same = make_parallel(folder, target, **changes)
-    spec = replace(same.spec, draft_vocab_size=V // 2)
-    draft = Eagle3Draft(spec, norm_output=norm_output)
+    spec = replace(same.spec, draft_vocab_size=V // 2, parallel_drafting=False, norm_output=norm_output)
+    draft = Eagle3Draft(spec)
     tensors = {n: t for n, t in same.state_dict().items() if n != "mask_hidden"}
     ids = torch.arange(V // 2) + 6
     tensors |= {"lm_head.weight": tensors["lm_head.weight"][ids], "d2t": torch.full((V // 2,), 6)}
@@ -137,7 +138,7 @@ def draft_sequential(draft: Eagle3Draft, ids: list[int], aux: torch.Tensor) -> l
         token = int(draft.lm_head(last[0, -1]).argmax()) + 6
         proposal.append(token)
         tokens = tokens + [token]
-        hidden = torch.cat((hidden, (last if draft.norm_output else residual)[:, -1:]), dim=1)
+        hidden = torch.cat((hidden, (last if draft.spec.norm_output else residual)[:, -1:]), dim=1)
     return proposal
 
 

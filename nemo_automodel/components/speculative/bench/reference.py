@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from nemo_automodel.components.datasets.rows import ChatRow, load_rows
-from nemo_automodel.components.speculative.draft.io import load_exported, read_sliding_window
+from nemo_automodel.components.speculative.draft.io import load_draft, read_sliding_window
 from nemo_automodel.components.speculative.draft.network import DraftNetwork
 from nemo_automodel.components.speculative.draft.peagle import PEagleDraft
 from nemo_automodel.components.speculative.methods.attention import CrossDepthAttention
@@ -77,7 +77,7 @@ def predict_counts(job: Job) -> Counts:
     Raises:
         UserError: the job, target or draft cannot be used; which part is named.
     """
-    draft = load_exported(Path(job.draft)).to(DTYPES[job.dtype]).eval()
+    draft = load_draft(Path(job.draft))[0].to(DTYPES[job.dtype]).eval()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = Target.load(
         job.target,
@@ -88,7 +88,7 @@ def predict_counts(job: Job) -> Counts:
     )
     tokenizer = AutoTokenizer.from_pretrained(job.target, trust_remote_code=job.trust_remote_code)
     stops = stop_ids(target, tokenizer)
-    prompts = [prompt_ids(tokenizer, row, job.chat_template_kwargs) for row in _questions(job)]
+    prompts = [prompt_ids(tokenizer, row, job.chat_template_kwargs) for row in load_questions(job)]
     draft = draft.to(device)
     counts: list[Counts] = []
     for start in range(0, len(prompts), BATCH):
@@ -110,7 +110,7 @@ def _check_window(folder: Path, rows: list[Row]) -> None:
         )
 
 
-def _questions(job: Job) -> list[ChatRow]:
+def load_questions(job: Job) -> list[ChatRow]:
     """The rows that `load_prompts` takes, with their tools."""
     asked: list[ChatRow] = []
     for row in load_rows(job.prompts, where="prompts"):
@@ -275,18 +275,24 @@ def read_job(path: Path) -> Job:
     return job
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line; exit code 1 and one line on a user's mistake."""
-    parser = argparse.ArgumentParser(description="Predict vLLM's speculative decoding counts for a greedy workload.")
+def answer_job(argv: list[str] | None, description: str, answer: Callable[[Job], dict[str, Any]]) -> int:
+    """A command line that reads a job and writes its answer; exit code 1 and one line on a user's mistake."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--job", type=Path, required=True, help="JSON object with the keys of Job")
-    parser.add_argument("--out", type=Path, required=True, help="where the counts are written, as JSON")
+    parser.add_argument("--out", type=Path, required=True, help="where the answer is written, as JSON")
     args = parser.parse_args(argv)
     try:
-        write_json(args.out, asdict(predict_counts(read_job(args.job))))
+        write_json(args.out, answer(read_job(args.job)))
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line: predict the counts of a job."""
+    description = "Predict vLLM's speculative decoding counts for a greedy workload."
+    return answer_job(argv, description, lambda job: asdict(predict_counts(job)))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nemo_automodel.components.speculative.draft.eagle3 import Eagle3Draft
+from nemo_automodel.components.speculative.draft.build import empty_draft
 from nemo_automodel.components.speculative.draft.network import DraftNetwork
-from nemo_automodel.components.speculative.draft.peagle import PEagleDraft
 from nemo_automodel.components.speculative.draft.spec import DraftSpec
 from nemo_automodel.errors import ResolveError
 from nemo_automodel.files import plain_mode, read_json, write_json
@@ -23,7 +22,7 @@ TOP_LEVEL = frozenset({"lm_head.weight", "d2t", "t2d", "mask_hidden"})
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def save_draft(folder: Path, draft: PEagleDraft, spec: DraftSpec, dtype: torch.dtype) -> None:
+def save_draft(folder: Path, draft: DraftNetwork, spec: DraftSpec, dtype: torch.dtype) -> None:
     """Write `config.json` and `model.safetensors` into an existing folder; floating tensors in `dtype`.
 
     `spec.dtype` must name `dtype`. Tokenizer files are the caller's.
@@ -46,34 +45,18 @@ def save_draft(folder: Path, draft: PEagleDraft, spec: DraftSpec, dtype: torch.d
     write_json(folder / "config.json", spec.to_config())
 
 
-def load_draft(folder: Path) -> tuple[PEagleDraft, DraftSpec]:
-    """Read a P-EAGLE draft in either form, as fp32 on the CPU.
+def load_draft(folder: Path) -> tuple[DraftNetwork, DraftSpec]:
+    """Read a draft of either kind in either form, as fp32 on the CPU.
 
-    `hidden_norm` of layers after the first may be absent (NeMo Automodel writes none, nothing reads it).
+    See `optional_names` for what may be absent.
 
     Raises:
         ResolveError: no draft there, or tensor names or shapes that do not fit its config.
     """
     spec = load_spec(folder)
-    draft = PEagleDraft(spec)
+    draft = empty_draft(spec)
     _fill(draft, folder)
     return draft, spec
-
-
-def load_exported(folder: Path) -> DraftNetwork:
-    """Read an exported draft, P-EAGLE or EAGLE-3, as fp32 on the CPU.
-
-    Raises:
-        ResolveError: no draft there, or tensor names or shapes that do not fit its config.
-    """
-    config = _read_config(folder)
-    if config.get("parallel_drafting", "pard_token" in config or "mask_token_id" in config):
-        return load_draft(folder)[0]
-    # what only parallel drafts have: one depth per forward, and no mask slot that an id could stand for
-    spec = _spec(config | {"num_depths": 1, "mask_token_id": 0}, folder)
-    draft = Eagle3Draft(spec, norm_output=bool(config.get("norm_output")))
-    _fill(draft, folder)
-    return draft
 
 
 def read_sliding_window(folder: Path) -> int | None:
@@ -86,7 +69,7 @@ def _fill(draft: DraftNetwork, folder: Path) -> None:
     """Load the folder's tensors into the draft, or say which do not fit."""
     spec, wanted = draft.spec, draft.state_dict()
     found = canonical_names(read_tensors(folder), folder)
-    optional = {f"model.layers.{i}.hidden_norm.weight" for i in range(1, spec.num_layers)}
+    optional = optional_names(spec)
     if spec.draft_vocab_size == spec.vocab_size:
         found = {name: t for name, t in found.items() if name not in ("d2t", "t2d")}  # the identity
     wrong = [f"missing {name}" for name in sorted(wanted.keys() - found.keys() - optional - {"t2d"})]
@@ -104,6 +87,16 @@ def _fill(draft: DraftNetwork, folder: Path) -> None:
     draft.load_state_dict(found, strict=False)  # names were compared above
     if "d2t" in found:
         draft.t2d.zero_()[draft.vocab_ids()] = True
+
+
+def optional_names(spec: DraftSpec) -> set[str]:
+    """Tensors that a draft may lack: nothing reads them (NeMo Automodel writes none)."""
+    return {f"model.layers.{i}.hidden_norm.weight" for i in range(1, spec.num_layers)}
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether safetensors lie there, in one file or as the shards of an index."""
+    return (folder / WEIGHTS).is_file() or (folder / INDEX).is_file()
 
 
 def load_spec(folder: Path) -> DraftSpec:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,25 @@ if TYPE_CHECKING:
 MASK_STD = 0.02
 
 
+@dataclass(frozen=True)
+class Ground:
+    """What depth 0 gives: its own final states, and what the elements above it need."""
+
+    last: Tensor  # [B, T, H], or [selected, H]
+    slot: tuple[Tensor, ...]  # the mask slot in layer 0: q, k, v [heads or kv_heads, D], not rotated, and residual [H]
+    keys: tuple[Tensor, ...]  # [B, T, kv_heads, D] per layer, rotated
+    values: tuple[Tensor, ...]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.last, *self.slot, *self.keys, *self.values)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Ground:
+        """The inverse of `tensors`."""
+        layers = (len(tensors) - 5) // 2
+        return cls(tensors[0], tuple(tensors[1:5]), tuple(tensors[5 : 5 + layers]), tuple(tensors[5 + layers :]))
+
+
 class PEagleDraft(DraftNetwork):
     """The network and the mask slot's state, which stands where the target's is not known yet."""
 
@@ -25,84 +45,64 @@ class PEagleDraft(DraftNetwork):
         super().__init__(spec)
         self.mask_hidden = nn.Parameter(MASK_STD * torch.randn(1, 1, 3 * spec.target_hidden_size))
 
-    def forward(
-        self, next_ids: Tensor, aux: Tensor, attention: CrossDepthAttention, select: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, next_ids: Tensor, aux: Tensor, attention: CrossDepthAttention) -> Tensor:
         """Final hidden states (after the last norm, the input of `lm_head`) of all elements.
 
         Args:
             next_ids: [B, T] the token after each depth-0 position.
             aux: [B, T, 3H] the target's states at each depth-0 position.
             attention: the elements of depth >= 1 ([B, M]) and who sees whom.
-            select: indices into the flat [B * (T + M)] elements whose output is wanted; None: all.
 
         Returns:
-            [len(select), H], or [B, T + M, H]: depth-0 elements first.
+            [B, T + M, H]: depth-0 elements first.
         """
-        cos, sin = self.angles(attention.positions)
+        ground = self.ground(next_ids, aux, attention)
+        return torch.cat((ground.last, self.chain(ground, attention)), dim=1)
+
+    def ground(
+        self, next_ids: Tensor, aux: Tensor, attention: CrossDepthAttention, select: Tensor | None = None
+    ) -> Ground:
+        """Depth 0 alone, which sees nothing deeper. `select`: indices into the flat [B * T] positions whose final
+        state is wanted; None: all. See `forward` for the rest."""
+        cos, sin = self.angles(attention.ground_positions)
         fused, residual = self._inputs(next_ids, aux)
-        depth0, chain = next_ids.shape[1], attention.num_chain
+        shape = next_ids.shape
+        slot: tuple[Tensor, ...] = ()
+        keys, values = [], []
         for index, layer in enumerate(self.model.layers):
-            x = fused if index == 0 else layer.input_layernorm(residual)
-            q, k, v = layer.self_attn.project(x)
-            if index == 0:  # every mask slot has one and the same input: project it once, then repeat it
-                batch = next_ids.shape[0]
-                q, k, v, residual = (_spread(t, batch, depth0, chain) for t in (q, k, v, residual))
-            attended = attention(apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
-            if select is not None and index == len(self.model.layers) - 1:  # elsewhere all are needed as keys
-                attended, residual = attended.flatten(0, 1)[select], residual.flatten(0, 1)[select]
-            residual = layer.finish(attended, residual)
+            q, k, v = layer.self_attn.project(fused if index == 0 else layer.input_layernorm(residual))
+            if index == 0:  # the last row is the mask slot's: one input for all chain elements, projected once
+                slot = tuple(t[0, -1] for t in (q, k, v, residual))
+                q, k, v, residual = (t[0, :-1].unflatten(0, shape) for t in (q, k, v, residual))
+            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+            keys.append(k)
+            values.append(v)
+            residual = self._finish(index, attention.ground(q, k, v), residual, select)
+        return Ground(self.model.norm(residual), slot, tuple(keys), tuple(values))
+
+    def chain(self, ground: Ground, attention: CrossDepthAttention, select: Tensor | None = None) -> Tensor:
+        """Final states of the elements of depth >= 1: [B, M, H], or [len(select), H]; `select` as in `ground`."""
+        cos, sin = self.angles(attention.chain_positions)
+        shape = attention.chain_positions.shape  # [B, M]
+        residual = ground.slot[3].expand(*shape, -1)
+        for index, layer in enumerate(self.model.layers):
+            if index == 0:
+                q, k, v = (t.expand(*shape, *t.shape) for t in ground.slot[:3])
+            else:
+                q, k, v = layer.self_attn.project(layer.input_layernorm(residual))
+            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+            mixed = attention.chain(q, (ground.keys[index], ground.values[index]), k, v)
+            residual = self._finish(index, mixed, residual, select)
         return self.model.norm(residual)
+
+    def _finish(self, index: int, mixed: Tensor, residual: Tensor, select: Tensor | None) -> Tensor:
+        """The rest of a layer; in the last one for the selected elements alone: elsewhere all are needed as keys."""
+        if select is not None and index == len(self.model.layers) - 1:
+            mixed, residual = (t.flatten(0, 1).index_select(0, select) for t in (mixed, residual))
+        return self.model.layers[index].finish(mixed, residual)
 
     def _inputs(self, next_ids: Tensor, aux: Tensor) -> tuple[Tensor, Tensor]:
         """First layer's input [1, B * T + 1, 2H] and residual [1, B * T + 1, H]; the last row is the mask slot's."""
-        weight = self.model.fc.weight
         ids = torch.cat((next_ids.flatten(), next_ids.new_tensor([self.spec.mask_token_id])))
-        states = torch.cat((aux.flatten(0, 1).to(weight.dtype), self.mask_hidden.flatten(0, 1).to(weight.dtype)))
-        return self.model.layers[0].fuse(self.model.embed_tokens(ids)[None], self.model.fc(states)[None])
-
-
-def _spread(rows: Tensor, batch: int, depth0: int, chain: int) -> Tensor:
-    """[1, B * T + 1, ...] -> [B, T + M, ...]: depth-0 rows in their places, the last row repeated M times."""
-    own = rows[0, :-1].unflatten(0, (batch, depth0))
-    slots = rows[0, -1].expand(batch, chain, *rows.shape[2:])
-    return torch.cat((own, slots), dim=1)
-
-
-def build_draft(
-    spec: DraftSpec,
-    *,
-    embed_weight: Tensor,
-    lm_head_weight: Tensor,
-    vocab_ids: Tensor | None = None,
-    freeze_embeddings: bool = False,
-) -> PEagleDraft:
-    """A fresh draft in fp32 on the CPU: embeddings and head copied from the target, the rest random (torch's RNG).
-
-    Args:
-        embed_weight: [V, H] the target's input embeddings.
-        lm_head_weight: [V, H] the target's output head.
-        vocab_ids: [draft_vocab] ascending target ids; needed exactly when the draft vocabulary is reduced.
-
-    Raises:
-        ValueError: `vocab_ids` does not fit the spec.
-    """
-    draft = PEagleDraft(spec)
-    for module in draft.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=module.in_features**-0.5)  # keeps the scale at any width
-    rows = lm_head_weight
-    if spec.draft_vocab_size < spec.vocab_size:
-        if vocab_ids is None or vocab_ids.shape != (spec.draft_vocab_size,) or not bool((vocab_ids.diff() > 0).all()):
-            raise ValueError(f"vocab_ids: {spec.draft_vocab_size} ascending target ids are wanted")
-        ids = vocab_ids.cpu()
-        draft.d2t.copy_(ids - torch.arange(len(ids)))
-        draft.t2d.zero_()[ids] = True
-        rows = lm_head_weight[vocab_ids.to(lm_head_weight.device)]
-    elif vocab_ids is not None:
-        raise ValueError("vocab_ids: the draft vocabulary is full, no map is wanted")
-    with torch.no_grad():
-        draft.model.embed_tokens.weight.copy_(embed_weight)
-        draft.lm_head.weight.copy_(rows)
-    draft.model.embed_tokens.weight.requires_grad_(not freeze_embeddings)
-    return draft
+        states = torch.cat((aux.flatten(0, 1).to(self.mask_hidden.dtype), self.mask_hidden.flatten(0, 1)))
+        return self.model.layers[0].fuse(self.model.embed_tokens(ids)[None], self.model.combine(states)[None])

@@ -75,11 +75,15 @@ class DraftSpec:
     max_position_embeddings: int
     rope: RopeSpec
     aux_layer_ids: tuple[int, ...]
-    mask_token_id: int
-    num_depths: int  # K
-    down_sample_ratio: float
+    mask_token_id: int | None  # P-EAGLE's; None for EAGLE-3
+    num_depths: int  # K; for EAGLE-3 the steps of its training-time test
+    down_sample_ratio: float  # this and the next are P-EAGLE's
     down_sample_ratio_min: float
     dtype: str = "float32"  # of the saved weights: "float32" or "bfloat16"
+    parallel_drafting: bool = True  # P-EAGLE; False: EAGLE-3
+    ttt_loss_decay: float = 1.0  # EAGLE-3: step s of training weighs this to the power of s
+    fc_norm: bool = False  # each of the three aux states has a norm of its own before fc
+    norm_output: bool = False  # EAGLE-3: the state fed back is the one after the last norm, not the one before it
     norm_before_residual: bool = False
     qk_norm: bool = False
     bos_token_id: int | None = None
@@ -91,11 +95,8 @@ class DraftSpec:
         config: dict[str, Any] = {
             "architectures": [QK_NORM_ARCHITECTURE if self.qk_norm else ARCHITECTURE],
             "model_type": "qwen3" if self.qk_norm else "llama",
-            "parallel_drafting": True,
-            "num_depths": self.num_depths,
-            "down_sample_ratio": self.down_sample_ratio,
-            "down_sample_ratio_min": self.down_sample_ratio_min,
-            "mask_token_id": self.mask_token_id,
+            "parallel_drafting": self.parallel_drafting,
+            **self._method_config(),
             "draft_vocab_size": self.draft_vocab_size,
             "target_hidden_size": self.target_hidden_size,
             "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
@@ -113,21 +114,35 @@ class DraftSpec:
             "mlp_bias": False,
             "tie_word_embeddings": False,
             "norm_before_residual": self.norm_before_residual,
-            "norm_output": False,
-            "fc_norm": False,
+            "norm_output": self.norm_output,
+            "fc_norm": self.fc_norm,
             "dtype": self.dtype,
             **self.rope.to_config(),
         }
         tokens = {key: getattr(self, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         return config | {key: value for key, value in tokens.items() if value is not None}
 
+    def _method_config(self) -> dict[str, Any]:
+        """What only one of the two kinds has."""
+        if not self.parallel_drafting:
+            return {"ttt_steps": self.num_depths, "ttt_loss_decay": self.ttt_loss_decay}
+        return {
+            "num_depths": self.num_depths,
+            "down_sample_ratio": self.down_sample_ratio,
+            "down_sample_ratio_min": self.down_sample_ratio_min,
+            "mask_token_id": self.mask_token_id,
+        }
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DraftSpec:
         """Read a config.json that `to_config` or our export wrote.
 
+        Without `parallel_drafting`, a mask token tells P-EAGLE. An EAGLE-3 draft that names no `ttt_steps` has K = 1.
+
         Raises:
             KeyError: a key that fixes the shape is missing; its name is the message.
         """
+        parallel = config.get("parallel_drafting", "pard_token" in config or "mask_token_id" in config)
         return cls(
             hidden_size=config["hidden_size"],
             target_hidden_size=config.get("target_hidden_size") or config["hidden_size"],
@@ -142,11 +157,15 @@ class DraftSpec:
             max_position_embeddings=config["max_position_embeddings"],
             rope=RopeSpec.from_config(config),
             aux_layer_ids=tuple(config["eagle_aux_hidden_state_layer_ids"]),
-            mask_token_id=config["mask_token_id"],
-            num_depths=config["num_depths"],
+            mask_token_id=config["mask_token_id"] if parallel else None,
+            num_depths=config["num_depths"] if parallel else config.get("ttt_steps", 1),
             down_sample_ratio=config.get("down_sample_ratio", 1.0),
             down_sample_ratio_min=config.get("down_sample_ratio_min", 1.0),
             dtype=config.get("dtype", "float32"),
+            parallel_drafting=bool(parallel),
+            ttt_loss_decay=config.get("ttt_loss_decay", 1.0),
+            fc_norm=bool(config.get("fc_norm", False)),
+            norm_output=bool(config.get("norm_output", False)),
             norm_before_residual=bool(config.get("norm_before_residual", False)),
             qk_norm=QK_NORM_ARCHITECTURE in config.get("architectures", []),
             bos_token_id=config.get("bos_token_id"),

@@ -22,7 +22,7 @@ class TrainBatch:
 class LossOut:
     """Sums over the supervised elements: divide by counts of all micro batches together."""
 
-    loss_sum: Tensor  # [] fp32: what is trained, nats; EAGLE-3 weights its steps
+    loss_sum: Tensor  # [] fp32, nats: what is trained (EAGLE-3 weighs its steps; a token the draft cannot say adds 0)
     count: Tensor  # [] int64, supervised elements
     correct_per_depth: Tensor  # [K] int64: the draft's first choice is the target's
     count_per_depth: Tensor  # [K] int64

@@ -7,25 +7,24 @@ from typing import Any
 
 import torch
 
-from nemo_automodel.components.datasets.encode import EncodedRow
-from nemo_automodel.components.speculative.methods.cod import sample_depths
-from nemo_automodel.components.speculative.methods.peagle import loss_of_elements
+from nemo_automodel.components.datasets.encoded_rows import EncodedRow
+from nemo_automodel.components.speculative.methods.method import method_of
 from nemo_automodel.components.speculative.train.setup import Models
 from nemo_automodel.components.speculative.train.totals import Totals
+from nemo_automodel.components.speculative.train.world import World
 
 
 @torch.no_grad()
-def validate(models: Models, rows: tuple[EncodedRow, ...], *, micro_batch_size: int) -> dict[str, Any]:
-    """`Totals.summary` over the rows. Leaves every random state as it was."""
+def validate(
+    models: Models, rows: tuple[EncodedRow, ...], *, micro_batch_size: int, world: World = World()
+) -> dict[str, Any]:
+    """`Totals.summary` over the rows, which the processes share. Leaves every random state as it was."""
+    method = method_of(models.spec, partitions=models.partitions, attention=models.attention)
     ordered = sorted(rows, key=len)
-    total: Totals | None = None
-    for start in range(0, len(ordered), micro_batch_size):
+    total = Totals.zeros(models.spec.num_depths, models.device)
+    for start in range(0, len(ordered), micro_batch_size)[world.rank :: world.size]:
         batch, states = models.prepare(ordered[start : start + micro_batch_size])
-        elements = sample_depths(
-            batch.loss_mask, batch.lengths, num_depths=models.spec.num_depths, ratio=1.0, ratio_min=1.0,
-            generator=torch.Generator().manual_seed(0),
-        )  # fmt: skip
         with models.autocast():
-            out = Totals.of(loss_of_elements(models.draft, batch, states, models.teacher_weight, elements))
-        total = out if total is None else total + out
-    return total.summary()
+            out = Totals.of(method.full_loss(models.draft, batch, states, models.teacher_weight))
+        total = total + out
+    return world.sum_totals(total).summary()
