@@ -17,7 +17,9 @@ class UserError(Exception):
         super().__init__(found, where, remedy)
 
     def __str__(self) -> str:
-        return " ".join(f"{self.found} [{self.where}] -> {self.remedy}".split("\n"))
+        line = " ".join(f"{self.found} [{self.where}] -> {self.remedy}".split("\n"))
+        # a file's name may hold what moves a terminal's cursor, or bytes that are no text
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 class ConfigError(UserError):
@@ -59,7 +61,7 @@ class VllmMissingError(UserError):
 
 
 class GateError(UserError):
-    """The measured acceptance is below `serve.benchmark.min_acceptance_length`."""
+    """What was measured is below `serve.benchmark.min_acceptance_length` or `min_speedup`."""
 
     exit_code = 3
 

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
+import stat
 import struct
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format's own reader
@@ -43,14 +46,28 @@ class SafetensorsHeader:
     data_start: int
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open an ordinary file for reading. A pipe would block for ever, a device never end.
+
+    Raises:
+        OSError: not there, not readable.
+        ValueError: it is something else than a file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise ValueError(f"{path}: is no ordinary file")
+    return os.fdopen(handle, "rb")
+
+
 def read_safetensors_header(path: Path) -> SafetensorsHeader:
     """Read names, dtypes, shapes and offsets of one safetensors file; no tensor data.
 
     Raises:
         ValueError: the file is truncated, its header is no JSON, or offsets leave the file.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         if len(prefix) < 8:
             raise ValueError(f"{path}: {size} bytes, too short for a safetensors file")
@@ -59,7 +76,7 @@ def read_safetensors_header(path: Path) -> SafetensorsHeader:
             raise ValueError(f"{path}: header of {length} bytes does not fit a file of {size} bytes (half-written?)")
         try:
             raw = json.loads(file.read(length))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{path}: its header is not JSON ({error})") from error
     return _parse_header(raw, path, data_start=8 + length, file_size=size)
 
@@ -75,11 +92,19 @@ def _parse_header(raw: object, path: Path, *, data_start: int, file_size: int) -
         ]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: malformed tensor entry in the header ({error!r})") from error
+    if odd := [t.name for t in tensors if not _is_sound(t)]:
+        raise ValueError(f"{path}: malformed tensor entry in the header ({odd[0]!r})")
     tensors.sort(key=lambda t: (t.begin, t.end))
     end = max((t.end for t in tensors), default=0)
     if data_start + end != file_size:
         raise ValueError(f"{path}: {file_size} bytes, but its header promises {data_start + end} (half-written?)")
     return SafetensorsHeader(tuple(tensors), metadata, data_start)
+
+
+def _is_sound(tensor: TensorInfo) -> bool:
+    """A text for a dtype, whole numbers for sides and offsets (JSON may hold anything there)."""
+    numbers = (*tensor.shape, tensor.begin, tensor.end)
+    return isinstance(tensor.dtype, str) and all(type(n) is int and n >= 0 for n in numbers)
 
 
 def build_safetensors_header(tensors: list[TensorInfo], metadata: dict[str, str]) -> bytes:
@@ -120,9 +145,11 @@ def read_json(path: Path) -> dict:
     Raises:
         ValueError: no JSON, or JSON that is no object; the path is in the message.
     """
+    with open_regular(path) as file:
+        text = file.read()
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        value = json.loads(text.decode("utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: a JSON object is wanted, found {type(value).__name__}")
@@ -140,19 +167,36 @@ def is_path_like(value: str, base_dir: Path | None = None) -> bool:
     return ((base_dir or Path()) / value.split("/")[0]).exists()
 
 
+def expand_user(path: str | Path) -> Path:
+    """`~` and `~name` as the user's home. Where there is none the path stays as it is (pathlib's own raises)."""
+    return Path(os.path.expanduser(path))
+
+
 def fsync_dir(path: Path) -> None:
     """Make a rename in this folder survive a power cut."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # what file systems answer that cannot do it for folders
+            raise
     finally:
         os.close(handle)
+
+
+def point(root: Path, name: str, folder: str) -> None:
+    """Make `root/name` a relative link to `folder` beside it, in one rename."""
+    link = root / f".{name}.{os.getpid()}.part"
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder)
+    os.replace(link, root / name)
+    fsync_dir(root)
 
 
 def sha256_file(path: Path) -> str:
     """Hex SHA-256 of a file's content, read in 1 MiB pieces."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()

@@ -7,6 +7,7 @@ python recipes/train_then_serve.py --help
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import traceback
@@ -27,7 +28,7 @@ from omegaconf import DictConfig
 from nemo_automodel.components.speculative.serve.forecast import print_forecast
 from nemo_automodel.components.speculative.serve.pipeline import refuse_foreground_sweep, run_serve
 from nemo_automodel.components.speculative.serve.preflight import preflight
-from nemo_automodel.components.speculative.serve.record import record_failure, record_training
+from nemo_automodel.components.speculative.serve.record import is_recorded, record_failure, record_training
 from nemo_automodel.components.speculative.serve.secret_names import refuse_secret_overrides
 from nemo_automodel.components.speculative.sweep import (
     SweepCallback,
@@ -35,16 +36,20 @@ from nemo_automodel.components.speculative.sweep import (
     quote_value,
     refuse_unusable_place,
 )
+from nemo_automodel.components.speculative.train.followers import Followers
 from nemo_automodel.components.speculative.train.job import build_train_job
 from nemo_automodel.components.speculative.train.outcome import last_checkpoint, target_of_run
-from nemo_automodel.components.speculative.train.workers import run_training
+from nemo_automodel.components.speculative.train.placement import outer_placement
+from nemo_automodel.components.speculative.train.workers import follow_training
 from nemo_automodel.config.parse import build_serve_spec, parse_config, with_absolute_paths
 from nemo_automodel.config.schema import AppConfig
 from nemo_automodel.config.store import register
 from nemo_automodel.errors import ConfigError, Interrupted, UserError
+from nemo_automodel.files import expand_user
 
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+followers = Followers(None)  # under torchrun or Slurm: set by `command_line`
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,15 @@ def run_job(app: AppConfig, place: Place) -> int:
         preflight(spec, app.draft, app.train, base_dir=place.base_dir)
     if spec.print_only and untrained:
         line = _train_line(place)
-        return print_forecast(spec, line, app.draft.num_depths, base_dir=place.base_dir, run_dir=place.run_dir)
+        return print_forecast(spec, line, app.draft, base_dir=place.base_dir, run_dir=place.run_dir)
     if app.train.enabled and not spec.print_only:
-        result = run_training(build_train_job(app, place.run_dir))
-        record_training(place.run_dir, result.checkpoint, status="ok", reason=None)
-        spec = replace(spec, checkpoint=str(result.checkpoint))
+        result = followers.train(build_train_job(app, place.run_dir), multirun=place.multirun)
+        chosen = result.best if app.serve.checkpoint == "BEST" and result.best else result.checkpoint
+        record_training(place.run_dir, chosen, status="ok", reason=None)
+        spec = replace(spec, checkpoint=str(chosen))
     if not app.serve.enabled:
         return 0
+    followers.dismiss()
     return run_serve(spec, base_dir=place.base_dir, out_dir=place.run_dir, multirun=place.multirun)
 
 
@@ -99,32 +106,32 @@ def _train_line(place: Place) -> str:
 
 
 def _checkpoint_to_serve(app: AppConfig, place: Place) -> str:
-    """What `serve.checkpoint` means here; LATEST without training is the newest run of this recipe."""
+    """What `serve.checkpoint` means here; LATEST and BEST without training are those of this recipe's newest run."""
     wanted = app.serve.checkpoint
-    if app.train.enabled and wanted == "LATEST":
+    if app.train.enabled and wanted in ("LATEST", "BEST"):
         return str(place.run_dir)
     if app.train.enabled:
         if not app.serve.print_only:
             raise ConfigError(
-                "a run that trains serves its own last checkpoint",
+                "a run that trains serves its own last checkpoint, or its best",
                 where=f"serve.checkpoint={wanted}",
-                remedy="add train.enabled=false, or leave serve.checkpoint out",
+                remedy="add train.enabled=false, or serve.checkpoint=BEST, or leave it out",
             )
-    if wanted != "LATEST":
+    if wanted not in ("LATEST", "BEST"):
         return wanted
-    runs = sorted((place.base_dir / "outputs" / place.recipe).glob("*/checkpoints/LATEST"))
+    runs = sorted((place.base_dir / "outputs" / place.recipe).glob(f"*/checkpoints/{wanted}"))
     if app.serve.enabled and not runs:
         raise ConfigError(
             f"no finished run under outputs/{place.recipe}/",
-            where="serve.checkpoint=LATEST",
+            where=f"serve.checkpoint={wanted}",
             remedy="train first, or add serve.checkpoint=PATH",
         )
-    return str(runs[-1].parent.parent) if runs else wanted
+    return str(runs[-1]) if runs else wanted
 
 
 def _refuse_another_target(app: AppConfig, checkpoint: str, place: Place) -> None:
     """A draft of ours says in its run which target it was trained for; `serve.target` insists on another."""
-    trained_for = target_of_run(place.base_dir / Path(checkpoint).expanduser())
+    trained_for = target_of_run(place.base_dir / expand_user(checkpoint))
     if app.train.enabled or app.serve.target or trained_for in (None, app.target.path):
         return
     raise ConfigError(
@@ -156,12 +163,12 @@ def _record(place: Place, error: Exception) -> None:
     """Leave the reason in result.json first: the terminal may be gone."""
     saved = last_checkpoint(place.run_dir)
     try:
-        if isinstance(error, Interrupted) and saved:
+        if isinstance(error, Interrupted) and saved and not is_recorded(place.run_dir, error):
             record_training(place.run_dir, saved, status="failed", reason=str(error))
         else:
             record_failure(place.run_dir, error)
-    except OSError as unwritten:  # a full disk: the error itself must still be told
-        print(f"warning: no result.json: {unwritten}", file=sys.stderr)
+    except UserError as unwritten:  # a full disk: the error itself must still be told
+        print(f"warning: {unwritten}", file=sys.stderr)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="quickstart")
@@ -180,7 +187,26 @@ def main(config: DictConfig) -> None:
 
 
 def command_line() -> int:
-    """Compose and run; after a multirun, the leaderboard decides the exit code."""
+    """Compose and run; after a multirun, the leaderboard decides the exit code.
+
+    Of the processes that torchrun or Slurm started only the first does so; the others train what it tells them.
+    """
+    global followers
+    try:
+        placement = outer_placement(os.environ)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    if placement is not None and placement.rank > 0:
+        return follow_training(placement)
+    followers = Followers(placement)
+    try:
+        return _first_process()
+    finally:
+        followers.dismiss()
+
+
+def _first_process() -> int:
     register()
     try:
         refuse_secret_overrides(sys.argv[1:])  # Hydra writes the command line into .hydra/ before anybody looks

@@ -12,8 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from nemo_automodel.components.speculative.serve.types import BenchmarkSpec, RuntimeSpec, ServeSpec
-from nemo_automodel.config.schema import AppConfig, ServeMode
+from nemo_automodel.config.schema import AppConfig, DraftKind, ServeMode
 from nemo_automodel.errors import ConfigError
+from nemo_automodel.files import expand_user
 
 
 def parse_config(config: DictConfig) -> AppConfig:
@@ -69,22 +70,40 @@ _RULES: list[tuple[str, Callable[[AppConfig], Any], Callable[[Any], bool], str]]
     ("train.weight_decay", lambda a: a.train.weight_decay, lambda v: v >= 0, "0 or more"),
     ("train.warmup_ratio", lambda a: a.train.warmup_ratio, lambda v: 0 <= v < 1, "in [0, 1)"),
     ("train.min_lr_ratio", lambda a: a.train.min_lr_ratio, lambda v: 0 <= v <= 1, "in [0, 1]"),
+    ("train.cache_target_gb", lambda a: a.train.cache_target_gb, lambda v: v >= 0, "0 or more"),
+    (
+        "draft.init_from_target",
+        lambda a: a.draft.init_from_target and a.draft.init_from is not None,
+        lambda v: not v,
+        "false, or draft.init_from=null",
+    ),
     ("train.max_grad_norm", lambda a: a.train.max_grad_norm, lambda v: v > 0, "a positive number"),
     ("train.num_threads", lambda a: a.train.num_threads, lambda v: v is None or v >= 1, "1 or more, or null"),
     ("train.log_every_steps", lambda a: a.train.log_every_steps, lambda v: v >= 1, "1 or more"),
     ("train.save_every_steps", lambda a: a.train.save_every_steps, lambda v: v is None or v >= 1, "1 or more, or null"),
     ("data.max_rows", lambda a: a.data.max_rows, lambda v: v is None or v >= 1, "1 or more, or null"),
+    ("data.num_workers", lambda a: a.data.num_workers, lambda v: v is None or v >= 1, "1 or more, or null"),
     ("data.max_bad_row_share", lambda a: a.data.max_bad_row_share, lambda v: 0 <= v <= 1, "in [0, 1]"),
+    (
+        "train.keep_last_checkpoints",
+        lambda a: a.train.keep_last_checkpoints,
+        lambda v: v is None or v >= 1,
+        "1 or more, or null",
+    ),
+    ("train.nproc_per_node", lambda a: a.train.nproc_per_node, lambda v: v >= 1, "1 or more"),
     ("train.keep_trainer_states", lambda a: a.train.keep_trainer_states, lambda v: v >= 1, "1 or more"),
     ("data.max_validation_rows", lambda a: a.data.max_validation_rows, lambda v: v >= 1, "1 or more"),
-    (
-        "data.column",
-        lambda a: a.data.column,
-        lambda v: v in (None, "messages", "conversations"),
-        "messages, conversations or null",
-    ),
     ("draft.num_layers", lambda a: a.draft.num_layers, lambda v: v >= 1, "1 or more"),
+    ("draft.sequence_partitions", lambda a: a.draft.sequence_partitions, lambda v: v >= 1, "1 or more"),
+    (
+        "train.attention",
+        lambda a: a.train.attention,
+        lambda v: v in ("auto", "chunked", "flex"),
+        "auto, chunked or flex",
+    ),
     ("draft.num_depths", lambda a: a.draft.num_depths, lambda v: v >= 1, "1 or more"),
+    ("draft.ttt_steps", lambda a: a.draft.ttt_steps, lambda v: v >= 1, "1 or more"),
+    ("draft.ttt_loss_decay", lambda a: a.draft.ttt_loss_decay, lambda v: 0 < v <= 1, "in (0, 1]"),
     ("draft.down_sample_ratio", lambda a: a.draft.down_sample_ratio, lambda v: 0 < v <= 1, "in (0, 1]"),
     ("draft.down_sample_ratio_min", lambda a: a.draft.down_sample_ratio_min, lambda v: 0 < v <= 1, "in (0, 1]"),
     ("draft.draft_vocab_size", lambda a: a.draft.draft_vocab_size, lambda v: v is None or v >= 1, "1 or more, or null"),
@@ -95,13 +114,48 @@ _RULES: list[tuple[str, Callable[[AppConfig], Any], Callable[[Any], bool], str]]
     (
         "serve.num_speculative_tokens",
         lambda a: a.serve.num_speculative_tokens,
-        lambda v: v is None or v >= 1,
-        "1 or more, or null",
+        lambda v: v is None or v >= 0,
+        "0 (no speculation) or more, or null",
     ),
     ("serve.benchmark.num_prompts", lambda a: a.serve.benchmark.num_prompts, lambda v: v >= 1, "1 or more"),
     ("serve.benchmark.max_new_tokens", lambda a: a.serve.benchmark.max_new_tokens, lambda v: v >= 1, "1 or more"),
-    ("serve.benchmark.concurrency", lambda a: a.serve.benchmark.concurrency, lambda v: v >= 1, "1 or more"),
+    (
+        "serve.benchmark.concurrency",
+        lambda a: a.serve.benchmark.concurrency,
+        lambda v: bool(levels := _levels(v)) and all(isinstance(n, int) and n >= 1 for n in levels),
+        "1 or more, or levels such as [1,4,16]",
+    ),
+    ("serve.benchmark.temperature", lambda a: a.serve.benchmark.temperature, lambda v: v >= 0, "0 or more"),
+    ("serve.benchmark.stall_s", lambda a: a.serve.benchmark.stall_s, lambda v: v > 0, "seconds"),
+    (
+        "serve.benchmark.min_speedup",
+        lambda a: _min_speedup(a),
+        lambda v: v is None or (isinstance(v, float) and v > 0),
+        "a positive number, and leave serve.benchmark.baseline=true",
+    ),
+    (
+        "serve.benchmark.prompts",
+        lambda a: a.serve.benchmark.prompts,
+        lambda v: v is None or bool(files := _entries(v)) and all(isinstance(file, str) and file for file in files),
+        "a file, a list of files, or {name: file}",
+    ),
 ]
+
+
+def _levels(value: Any) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _min_speedup(app: AppConfig) -> float | str | None:
+    bench = app.serve.benchmark
+    return bench.min_speedup if bench.baseline or bench.min_speedup is None else f"{bench.min_speedup} without baseline"
+
+
+def _entries(value: Any) -> tuple[str, ...]:
+    """`serve.benchmark.prompts` as plain or `name=path` entries."""
+    if isinstance(value, dict):
+        return tuple(f"{name}={path}" for name, path in value.items())
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _check_values(app: AppConfig) -> None:
@@ -113,6 +167,15 @@ def _check_values(app: AppConfig) -> None:
         value = read(app)
         if not fine(value):
             raise ConfigError(f"{value} is out of range", where=key, remedy=f"give {wanted}")
+    if app.draft.norm_output and app.draft.kind is DraftKind.peagle:
+        raise ConfigError(
+            "a P-EAGLE draft feeds nothing back", where="draft.norm_output", remedy="leave it at false, or draft=eagle3"
+        )
+    if app.draft.sequence_partitions > 1 and app.draft.kind is DraftKind.eagle3:
+        raise ConfigError(
+            "EAGLE-3's steps follow from each other: they are not computed in parts", where="draft.sequence_partitions",
+            remedy="leave it at 1; a smaller train.micro_batch_size or draft.ttt_steps takes less memory",
+        )  # fmt: skip
 
 
 def with_absolute_paths(app: AppConfig, base_dir: Path) -> AppConfig:
@@ -124,19 +187,30 @@ def with_absolute_paths(app: AppConfig, base_dir: Path) -> AppConfig:
     def absolute(value: str | None) -> str | None:
         if value is None:
             return None
-        place = base_dir / Path(value).expanduser()
+        place = base_dir / expand_user(value)
         return str(place) if place.exists() else value
+
+    def absolute_prompts(value: Any) -> Any:
+        return value if value is None else [absolute_entry(entry) for entry in _entries(value)]
+
+    def absolute_entry(entry: str) -> str:
+        name, equals, path = entry.partition("=")
+        whole = absolute(entry)  # a path with `=` in it is no name=path
+        return f"{name}={absolute(path)}" if equals and whole == entry else whole
 
     return replace(
         app,
         target=replace(app.target, path=absolute(app.target.path)),
         data=replace(app.data, train=absolute(app.data.train), validation=absolute(app.data.validation)),
+        draft=replace(
+            app.draft, init_from=absolute(app.draft.init_from), vocab_map=absolute(app.draft.vocab_map)
+        ),
         train=replace(app.train, resume=absolute(app.train.resume) if app.train.resume != "LATEST" else "LATEST"),
         serve=replace(
             app.serve,
             target=absolute(app.serve.target),
             python=absolute(app.serve.python),
-            benchmark=replace(app.serve.benchmark, prompts=absolute(app.serve.benchmark.prompts)),
+            benchmark=replace(app.serve.benchmark, prompts=absolute_prompts(app.serve.benchmark.prompts)),
         ),
     )
 
@@ -163,7 +237,8 @@ def build_serve_spec(app: AppConfig, *, checkpoint: str, base_dir: Path) -> Serv
         max_model_len=serve.max_model_len,
         trust_remote_code=serve.trust_remote_code or app.target.trust_remote_code,
         served_model_name=serve.served_model_name,
-        export_dir=None if serve.export_dir is None else str(base_dir / Path(serve.export_dir).expanduser()),
+        export_dir=None if serve.export_dir is None else str(base_dir / expand_user(serve.export_dir)),
+        export_shared=serve.export_shared,
         extra_args=serve.extra_args,
         env=serve.env,
         vllm_version=serve.vllm.version,
@@ -173,21 +248,31 @@ def build_serve_spec(app: AppConfig, *, checkpoint: str, base_dir: Path) -> Serv
 
 def _runtime_spec(app: AppConfig, base_dir: Path) -> RuntimeSpec:
     runtime = app.serve.runtime
-    place = None if runtime.dir is None else str((base_dir / Path(runtime.dir).expanduser()).absolute())
+    place = None if runtime.dir is None else str((base_dir / expand_user(runtime.dir)).absolute())
     return RuntimeSpec(runtime.kind, place, runtime.image, tuple(runtime.docker_args))
+
+
+def _prompts(value: Any) -> str | tuple[str, ...] | None:
+    return value if value is None or isinstance(value, str) else _entries(value)
 
 
 def _benchmark_spec(app: AppConfig) -> BenchmarkSpec:
     bench, data = app.serve.benchmark, app.data
     return BenchmarkSpec(
-        prompts=bench.prompts or data.validation,
+        prompts=_prompts(bench.prompts) or data.validation,
         num_prompts=bench.num_prompts,
         max_new_tokens=bench.max_new_tokens,
-        concurrency=bench.concurrency,
+        concurrency=_levels(bench.concurrency),
+        temperature=bench.temperature,
+        stream=bench.stream,
+        stall_s=bench.stall_s,
         baseline=bench.baseline,
         ngram=bench.ngram,
         parity=bench.parity,
         min_acceptance_length=bench.min_acceptance_length,
+        min_speedup=bench.min_speedup,
+        rerun=bench.rerun,
+        gpu_sets=tuple(bench.gpu_sets),
         column=data.column,
         split=data.validation_split or data.split,
         chat_template_kwargs=data.chat_template_kwargs,

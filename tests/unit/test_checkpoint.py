@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 from test_train_loop import train_here
 from tiny_train import make_job
 
+import nemo_automodel.components.speculative.train.checkpoint as checkpoint_module
+import nemo_automodel.components.speculative.train.loop as loop_module
 from nemo_automodel.components.speculative.draft.io import load_draft
 from nemo_automodel.components.speculative.train.checkpoint import CheckpointStore, load_state
 from nemo_automodel.components.speculative.train.resume import find_resume_checkpoint, latest_of
+from nemo_automodel.components.speculative.train.retention import best_of, record_validation
 from nemo_automodel.errors import TrainError
 
 
@@ -61,7 +66,7 @@ def test_saving_again_under_the_same_name_replaces(trained):
         draft.mask_hidden.fill_(7.0)
     assert store.save(draft, spec, state, epoch=1) == end.checkpoint
     assert load_draft(end.checkpoint / "model")[0].mask_hidden.eq(7.0).all()
-    assert sorted(p.name for p in store.root.iterdir()) == ["LATEST", end.checkpoint.name]
+    assert sorted(p.name for p in store.root.iterdir()) == ["BEST", "LATEST", end.checkpoint.name]
 
 
 def test_latest_is_relative_and_a_text_file_is_understood(trained):
@@ -127,10 +132,77 @@ def test_no_state_is_removed_before_the_new_checkpoint_stands(trained, monkeypat
     def full_disk(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(CheckpointStore, "_point_latest_to", full_disk)
+    monkeypatch.setattr(checkpoint_module, "point", full_disk)
     with pytest.raises(TrainError):
         store.save(draft, spec, later(state, 3), epoch=1)
     assert {"epoch_1_step_1", "epoch_1_step_2"} <= set(states_of(store.root))
+
+
+def names(root):
+    return sorted(p.name for p in root.iterdir())
+
+
+def test_keep_last_removes_whole_checkpoints_but_never_best(tmp_path, monkeypatch):
+    lengths = iter([3.0, 2.0, 1.0, 1.0])
+    monkeypatch.setattr(
+        loop_module, "validate", lambda *_, **__: {"acceptance_length": next(lengths), "loss": 1.0,
+                                                   "accuracy_per_depth": [0.5]},
+    )  # fmt: skip
+    job = make_job(tmp_path, "run", rows=8, num_epochs=4, keep_last_checkpoints=1)
+    end = train_here(job)
+    root = end.checkpoint.parent
+    assert names(root) == ["BEST", "LATEST", "epoch_1_step_4", "epoch_4_step_16"]
+    assert os.readlink(root / "BEST") == "epoch_1_step_4" and os.readlink(root / "LATEST") == "epoch_4_step_16"
+    load_draft(root / "BEST" / "model")
+    assert best_of(root) == root / "epoch_1_step_4"
+
+
+def test_best_follows_the_figures_on_disk_after_a_resumption(tmp_path):
+    job = make_job(tmp_path, "run", rows=8, num_epochs=3)
+    first = train_here(job, stop_after=8)
+    root = first.checkpoint.parent
+    record_validation(root / "epoch_1_step_4", {"acceptance_length": 9.0, "loss": 1.0})
+    train_here(job, resume=first.checkpoint)
+    assert os.readlink(root / "BEST") == "epoch_1_step_4"
+    record_validation(root / "epoch_2_step_8", {"acceptance_length": 9.0, "loss": 0.5})
+    assert os.readlink(root / "BEST") == "epoch_2_step_8"
+
+
+def test_a_disk_that_fills_up_while_best_moves_costs_a_warning(tmp_path, monkeypatch):
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop_module, "record_validation", full_disk)
+    said = io.StringIO()
+    end = train_here(make_job(tmp_path, "run", max_steps=1), console=Console(file=said))
+    assert end.finished and "warning: BEST cannot be moved" in said.getvalue()
+
+
+def test_a_replaced_checkpoint_is_never_missing(trained, monkeypatch):
+    end, draft, spec, store = trained
+    seen = []
+    inner = checkpoint_module._exchange
+
+    def watched(one, other):
+        done = inner(one, other)
+        seen.append((done, (end.checkpoint / "model" / "config.json").is_file()))
+        return done
+
+    monkeypatch.setattr(checkpoint_module, "_exchange", watched)
+    store.save(draft, spec, load_state(end.checkpoint), epoch=1)
+    assert seen == [(True, True)]
+    monkeypatch.setattr(checkpoint_module, "_exchange", lambda *_: False)  # a file system that cannot
+    store.save(draft, spec, load_state(end.checkpoint), epoch=1)
+    load_draft(end.checkpoint / "model"), load_state(end.checkpoint)
+    assert names(store.root) == ["BEST", "LATEST", "epoch_1_step_1"]
+
+
+def test_what_a_killed_run_was_writing_is_removed(trained):
+    end, *_, store = trained
+    for name in (".epoch_1_step_2.99.part", ".epoch_1_step_1.99.old"):
+        (store.root / name / "model").mkdir(parents=True)
+    store.remove_leftovers()
+    assert names(store.root) == ["BEST", "LATEST", "epoch_1_step_1"]
 
 
 def test_a_damaged_state_is_named(trained):

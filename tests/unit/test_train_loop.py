@@ -17,7 +17,7 @@ from nemo_automodel.components.speculative.train.loop import TrainLoop
 from nemo_automodel.components.speculative.train.optim import lr_at
 from nemo_automodel.components.speculative.train.progress import RunReport
 from nemo_automodel.components.speculative.train.totals import simulated_acceptance_length
-from nemo_automodel.components.speculative.train.run import build_loop, train
+from nemo_automodel.components.speculative.train.run import build_run, train
 from nemo_automodel.config.schema import AppConfig, Precision, TrainConfig
 from nemo_automodel.errors import ConfigError, DataError, Interrupted, TrainError
 
@@ -39,7 +39,7 @@ def train_here(job, *, resume=None, stop_after=None, console=None):
     """Run a job without a child process; returns how the loop ended."""
     stop = StopAfter(stop_after)
     with RunReport(job.run_dir, console or Console(file=io.StringIO())) as report:
-        stop.loop = build_loop(job, resume, report, stop)
+        _, stop.loop = build_run(job, resume, report, stop)
         return stop.loop.run()
 
 
@@ -65,7 +65,7 @@ def test_checkpoint_of_each_epoch_and_latest(tmp_path):
     end = train_here(job)
     root = job.run_dir / "checkpoints"
     names = sorted(p.name for p in root.iterdir())
-    assert names == sorted(["LATEST", "epoch_1_step_3", "epoch_1_step_6", "epoch_1_step_8", "epoch_2_step_9",
+    assert names == sorted(["BEST", "LATEST", "epoch_1_step_3", "epoch_1_step_6", "epoch_1_step_8", "epoch_2_step_9",
                             "epoch_2_step_12", "epoch_2_step_15", "epoch_2_step_16"])  # fmt: skip
     assert str((root / "LATEST").readlink()) == end.checkpoint.name == "epoch_2_step_16"
     model = end.checkpoint / "model"
@@ -232,7 +232,7 @@ def test_a_few_bad_rows_do_not_stop_the_run_and_are_said(tmp_path):
     said = io.StringIO()
     job = make_job(tmp_path, "run", max_steps=1, data={"train": str(bad), "max_bad_row_share": 0.1})
     train_here(job, console=Console(file=said))
-    assert "warning: data.train: row 17: 'messages' must be a list" in said.getvalue()
+    assert "warning: data.train: row 17 (bad.jsonl:17): 'messages' must be a list" in said.getvalue()
     assert "16 rows" in said.getvalue() and "1 bad of 17" in said.getvalue()
     job = make_job(tmp_path, "strict", max_steps=1, data={"train": str(bad)})
     assert "row 17" in refused(job, DataError, "data.train")

@@ -9,18 +9,21 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from tiny_train import losses_of, make_job
 
+import nemo_automodel.components.speculative.train.trackers as trackers
 import nemo_automodel.components.speculative.train.worker as worker_module
 import nemo_automodel.components.speculative.train.workers as workers
 from nemo_automodel.components.speculative.train.checkpoint import load_state
 from nemo_automodel.components.speculative.train.outcome import OUTCOME_FILE, last_checkpoint, read_outcome
+from nemo_automodel.components.speculative.train.placement import Placement
 from nemo_automodel.components.speculative.train.worker import ORPHAN_SECONDS
 from nemo_automodel.components.speculative.train.workers import WORKER_MODULE, SignalRelay, run_training
-from nemo_automodel.errors import DataError, Interrupted, TrainError
+from nemo_automodel.errors import ConfigError, DataError, Interrupted, TrainError
 
 ROOT = Path(__file__).parents[2]
 # A parent as the recipe is one: runs the job, prints the worker's pid, ends with the error's exit code.
@@ -61,10 +64,10 @@ def is_worker(pid: int) -> bool:
     return WORKER_MODULE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
-@pytest.fixture
-def parent(tmp_path):
-    """A parent process training for ever, past its third step."""
-    job = make_job(tmp_path, "run", num_epochs=100_000)
+@contextmanager
+def training_parent(folder, **train):
+    """A parent process training for ever, past its third step, and its only child."""
+    job = make_job(folder, "run", num_epochs=100_000, **train)
     path = job.run_dir / "job.json"
     job.save(path)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -73,11 +76,24 @@ def parent(tmp_path):
     metrics = job.run_dir / "metrics.jsonl"
     try:
         wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, "three steps")
-        (worker,) = children_of(process.pid)
-        yield job, process, worker
+        (child,) = children_of(process.pid)
+        yield job, process, child
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def parent(tmp_path):
+    with training_parent(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """The same with two workers, which an agent holds: the job, the parent and the pids of agent and workers."""
+    with training_parent(tmp_path, nproc_per_node=2) as (job, process, agent):
+        yield job, process, [agent, *children_of(agent)]
 
 
 def test_result_and_files_of_a_whole_run(tmp_path):
@@ -255,6 +271,48 @@ def test_a_signal_during_the_last_validation_ends_interrupted(tmp_path, monkeypa
     assert last_checkpoint(job.run_dir) == job.run_dir / "checkpoints" / "epoch_1_step_1"
 
 
+def test_a_full_disk_names_the_checkpoint_that_is_whole(tmp_path, monkeypatch, own_signals):
+    import nemo_automodel.components.speculative.train.progress as progress
+
+    inner = progress.RunReport.step
+
+    def full_disk(report, metrics):
+        if metrics["step"] == 3:
+            raise OSError(28, "No space left on device")
+        inner(report, metrics)
+
+    monkeypatch.setattr(progress.RunReport, "step", full_disk)
+    job = make_job(tmp_path, "run", save_every_steps=2)
+    assert worker_module.run(job) == 1
+    with pytest.raises(TrainError, match="No space left") as caught:
+        read_outcome(job.run_dir)
+    assert f"train.resume={job.run_dir}/checkpoints/epoch_1_step_2" in caught.value.remedy
+
+
+def test_where_not_even_the_outcome_can_be_written_it_is_said(tmp_path, monkeypatch, own_signals, capsys):
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(worker_module, "write_failure", full_disk)
+    job = make_job(tmp_path, "run", data={"train": "/no/rows.jsonl"})
+    assert worker_module.run(job) == 1
+    assert "/no/rows.jsonl" in (said := capsys.readouterr().err) and "No space left" in said
+
+
+def test_a_tracker_that_is_not_installed_is_named_before_any_process_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(ConfigError, match="nowhere_to_be_found is not installed") as caught:
+        monkeypatch.setattr(trackers, "PACKAGES", {"tensorboard": "nowhere_to_be_found", "wandb": "wandb"})
+        run_training(make_job(tmp_path, "run", tensorboard=True))
+    assert caught.value.where == "train.tensorboard=true"
+
+
+def test_a_launchers_processes_and_ones_own_do_not_multiply(tmp_path):
+    place = Placement(0, 2, 0, "127.0.0.1", 1, "torchrun")
+    with pytest.raises(ConfigError, match="torchrun has started 2 processes already"):
+        run_training(make_job(tmp_path, "run", nproc_per_node=2), place)
+
+
 def test_no_checkpoint_is_none(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     assert last_checkpoint(tmp_path) is None
@@ -268,6 +326,25 @@ def test_killing_the_worker_is_reported(parent):
     assert process.wait(60) == 1
     said = process.stdout.read()
     assert "killed by SIGKILL" in said and str(job.run_dir) in said
+
+
+def test_a_signal_to_one_of_two_workers_saves_and_stops_both(pair):
+    job, process, (agent, first, second) = pair
+    os.kill(second, signal.SIGTERM)
+    assert process.wait(60) == 130
+    assert not any(map(is_running, (agent, first, second)))
+    assert_saved(job)
+
+
+def test_killing_one_of_two_workers_names_it_and_loses_no_step(pair):
+    job, process, (agent, first, second) = pair
+    os.kill(second, signal.SIGKILL)
+    assert process.wait(60) == 1
+    assert not any(map(is_running, (agent, first)))
+    said, errors = process.communicate()
+    assert "process 1 of 2 was killed by SIGKILL" in said and "Traceback" not in said + errors
+    saved = last_checkpoint(job.run_dir)
+    assert f"train.resume={saved}" in said and load_state(saved).position.step >= 3
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_automodel.components.speculative.draft.spec import DraftSpec, RopeSpec, default_aux_layer_ids
-from nemo_automodel.config.schema import DraftConfig
+from nemo_automodel.components.speculative.matmul import use_fast_linears
+from nemo_automodel.config.schema import DraftConfig, DraftKind
 from nemo_automodel.errors import ConfigError
 
 # keys of a config that change logits after lm_head; a draft is trained on lm_head's own
@@ -59,10 +60,11 @@ def read_target_dims(path: str, *, trust_remote_code: bool = False) -> TargetDim
             where="target.path",
             remedy="target.path=<folder or Hub id of a causal language model>",
         ) from error
-    return _dims(config.get_text_config())
+    return dims_of(config.get_text_config())
 
 
-def _dims(config: Any) -> TargetDims:
+def dims_of(config: Any) -> TargetDims:
+    """`TargetDims` of a transformers text config. Raises ConfigError when a size is missing."""
     values = config.to_dict()
     try:
         heads = values["num_attention_heads"]
@@ -100,6 +102,7 @@ def build_draft_spec(dims: TargetDims, config: DraftConfig, *, seq_length: int, 
         ConfigError: a value of `draft.*` that does not fit the target, with its key.
     """
     aux = _aux_layer_ids(dims, config.aux_layer_ids)
+    parallel = config.kind is DraftKind.peagle
     return DraftSpec(
         hidden_size=dims.hidden_size,
         target_hidden_size=dims.hidden_size,
@@ -111,14 +114,18 @@ def build_draft_spec(dims: TargetDims, config: DraftConfig, *, seq_length: int, 
         rms_norm_eps=dims.rms_norm_eps,
         vocab_size=dims.vocab_size,
         draft_vocab_size=_draft_vocab_size(dims, config.draft_vocab_size),
-        max_position_embeddings=max(dims.max_position_embeddings, seq_length + config.num_depths),
+        max_position_embeddings=max(dims.max_position_embeddings, seq_length + config.trained_depth),
         rope=dims.rope,
         aux_layer_ids=aux,
-        mask_token_id=_mask_token_id(dims, config.mask_token_id),
-        num_depths=config.num_depths,
-        down_sample_ratio=config.down_sample_ratio,
-        down_sample_ratio_min=config.down_sample_ratio_min,
+        mask_token_id=_mask_token_id(dims, config.mask_token_id) if parallel else None,
+        num_depths=config.trained_depth,
+        down_sample_ratio=config.down_sample_ratio if parallel else 1.0,
+        down_sample_ratio_min=config.down_sample_ratio_min if parallel else 1.0,
         dtype=dtype,
+        parallel_drafting=parallel,
+        ttt_loss_decay=1.0 if parallel else config.ttt_loss_decay,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
         bos_token_id=dims.bos_token_id,
         eos_token_id=dims.eos_token_id,
         pad_token_id=dims.pad_token_id,
@@ -175,8 +182,9 @@ class Target:
 
     def __init__(self, model: nn.Module, aux_layer_ids: tuple[int, ...]) -> None:
         self.model = model.eval().requires_grad_(False)
+        use_fast_linears(self.model)
         self.config = model.config.get_text_config()
-        self.dims = _dims(self.config)
+        self.dims = dims_of(self.config)
         self.aux_layer_ids = tuple(sorted(aux_layer_ids))
         self._layers = _decoder_layers(model, self.dims.num_layers)
         _check_head(model, self.config)
@@ -216,10 +224,22 @@ class Target:
         """[V, H]"""
         return self.model.get_input_embeddings().weight
 
+    @property
+    def last_layer(self) -> nn.Module:
+        """The last decoder layer."""
+        return self._layers[-1]
+
+    @property
+    def final_norm_weight(self) -> Tensor:
+        """[H]: the norm between the last layer and lm_head."""
+        return self.model.base_model.norm.weight
+
     @torch.no_grad()
-    def states(self, input_ids: Tensor, attention_mask: Tensor) -> TargetStates:
+    def states(self, input_ids: Tensor, attention_mask: Tensor, starts: Tensor | None = None) -> TargetStates:
         """Aux and final states of rows padded on the right; input_ids, attention_mask [B, T].
 
+        starts [B, T]: where the row of a position begins in its line (packing). From positions that start anew
+        transformers makes a mask that keeps rows apart, provided that it is given none; what padding says is not used.
         Aux id k is the residual stream that enters layer k = HF's `hidden_states[k]`, vLLM's convention too.
         """
         caught: dict[int, Tensor] = {}
@@ -232,7 +252,12 @@ class Target:
 
         handles = [self._layers[k].register_forward_pre_hook(catch(k), with_kwargs=True) for k in self.aux_layer_ids]
         try:
-            out = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+            if starts is not None and bool(starts.any()):
+                places = torch.arange(starts.shape[1], device=starts.device)
+                asked = {"position_ids": places - starts}
+            else:
+                asked = {"attention_mask": attention_mask}
+            out = self.model.base_model(input_ids=input_ids, use_cache=False, **asked)
         finally:
             for handle in handles:
                 handle.remove()

@@ -7,8 +7,8 @@ before as it was.
 
 from __future__ import annotations
 
+import ctypes
 import os
-import random
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,11 +18,11 @@ import torch
 from safetensors import SafetensorError
 
 from nemo_automodel.components.speculative.draft.io import save_draft
-from nemo_automodel.components.speculative.draft.peagle import PEagleDraft
+from nemo_automodel.components.speculative.draft.network import DraftNetwork
 from nemo_automodel.components.speculative.draft.spec import DraftSpec
-from nemo_automodel.components.speculative.train.resume import LATEST, STATE_FILE, latest_of
+from nemo_automodel.components.speculative.train.resume import BEST, LATEST, STATE_FILE, latest_of
 from nemo_automodel.errors import TrainError
-from nemo_automodel.files import fsync_dir
+from nemo_automodel.files import fsync_dir, point
 
 
 @dataclass(frozen=True)
@@ -36,46 +36,29 @@ class Position:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Everything that makes resuming exact, besides the weights in `model/`."""
+    """Everything that makes resuming exact, besides the weights in `model/`.
+
+    No random state: the draws of a micro batch follow from the seed and its place (`loop.micro_batch_seed`).
+    """
 
     position: Position
     order: Mapping[str, Any]  # what the order of the data follows from; must be equal on resume
     optimizer: Mapping[str, Any]
-    generator: torch.Tensor  # of the element draw
-    torch_rng: torch.Tensor
-    python_rng: tuple
-    cuda_rng: torch.Tensor | None
     master: Mapping[str, torch.Tensor] | None  # fp32 weights, when `model/` holds rounded ones
 
 
 def capture_state(
-    draft: PEagleDraft, optimizer: torch.optim.Optimizer, generator: torch.Generator, position: Position,
-    order: Mapping[str, Any], *, keep_master: bool,
+    draft: DraftNetwork, optimizer: torch.optim.Optimizer, position: Position, order: Mapping[str, Any], *,
+    keep_master: bool,
 ) -> TrainerState:  # fmt: skip
     """Gather the state of a running training."""
-    return TrainerState(
-        position=position,
-        order=dict(order),
-        optimizer=optimizer.state_dict(),
-        generator=generator.get_state(),
-        torch_rng=torch.get_rng_state(),
-        python_rng=random.getstate(),
-        cuda_rng=torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        master={name: p.detach() for name, p in draft.named_parameters()} if keep_master else None,
-    )
+    master = {name: p.detach() for name, p in draft.named_parameters()} if keep_master else None
+    return TrainerState(position, dict(order), optimizer.state_dict(), master)
 
 
-def restore_state(
-    state: TrainerState, draft: PEagleDraft, optimizer: torch.optim.Optimizer, generator: torch.Generator
-) -> None:
+def restore_state(state: TrainerState, draft: DraftNetwork, optimizer: torch.optim.Optimizer) -> None:
     """Put everything back; `draft` already holds the weights of `model/`."""
     optimizer.load_state_dict(dict(state.optimizer))
-    generator.set_state(state.generator)
-    torch.set_rng_state(state.torch_rng)
-    version, words, gauss = state.python_rng
-    random.setstate((version, tuple(words), gauss))
-    if state.cuda_rng is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state.cuda_rng)
     if state.master is not None:
         with torch.no_grad():
             for name, parameter in draft.named_parameters():
@@ -107,19 +90,19 @@ class CheckpointStore:
     root: Path  # .../checkpoints
     tokenizer: Any  # saved beside the draft
 
-    def save(self, draft: PEagleDraft, spec: DraftSpec, state: TrainerState, *, epoch: int) -> Path:
+    def save(self, draft: DraftNetwork, spec: DraftSpec, state: TrainerState, *, epoch: int) -> Path:
         """Write one checkpoint whole, then point LATEST to it; `epoch` counts from 1. Returns its folder.
 
         Raises:
             TrainError: it could not be written (disk full, no permission); names the checkpoint that is still whole.
         """
-        final = self.root / f"epoch_{epoch}_step_{state.position.step}"
+        final = self.place_of(epoch, state.position.step)
         part = self.root / f".{final.name}.{os.getpid()}.part"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             _write_parts(part, draft, spec, state, self.tokenizer)
             _put_in_place(part, final)
-            self._point_latest_to(final.name)
+            point(self.root, LATEST, final.name)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch.save turns a full disk into a RuntimeError
             shutil.rmtree(part, ignore_errors=True)
             whole = latest_of(self.root)
@@ -130,26 +113,19 @@ class CheckpointStore:
             ) from error
         return final
 
-    def drop_old_states(self, keep: int) -> None:
-        """Remove `trainer/` of all checkpoints here but the `keep` written last; their weights stay.
+    def place_of(self, epoch: int, step: int) -> Path:
+        return self.root / f"epoch_{epoch}_step_{step}"
 
-        Raises:
-            OSError: a state could not be removed.
-        """
-        states = [path for path in self.root.glob(f"epoch_*/{STATE_FILE}") if not path.parents[1].is_symlink()]
-        states.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        for path in states[keep:]:
-            shutil.rmtree(path.parent)
-
-    def _point_latest_to(self, name: str) -> None:
-        link = self.root / f".{LATEST}.{os.getpid()}.part"
-        link.unlink(missing_ok=True)
-        link.symlink_to(name)
-        os.replace(link, self.root / LATEST)
-        fsync_dir(self.root)
+    def remove_leftovers(self) -> None:
+        """What a killed run was writing when it ended; nobody else writes here."""
+        for pattern in (".epoch_*.part", ".epoch_*.old"):
+            for path in self.root.glob(pattern):
+                shutil.rmtree(path, ignore_errors=True)
+        for path in (*self.root.glob(f".{LATEST}.*.part"), *self.root.glob(f".{BEST}.*.part")):
+            path.unlink(missing_ok=True)
 
 
-def _write_parts(part: Path, draft: PEagleDraft, spec: DraftSpec, state: TrainerState, tokenizer: Any) -> None:
+def _write_parts(part: Path, draft: DraftNetwork, spec: DraftSpec, state: TrainerState, tokenizer: Any) -> None:
     shutil.rmtree(part, ignore_errors=True)
     (part / "model").mkdir(parents=True)
     save_draft(part / "model", draft, spec, getattr(torch, spec.dtype))
@@ -165,10 +141,23 @@ def _write_parts(part: Path, draft: PEagleDraft, spec: DraftSpec, state: Trainer
 
 
 def _put_in_place(part: Path, final: Path) -> None:
-    """Rename; a checkpoint of the same name (a run resumed from an older one) makes room first."""
-    old = final.with_name(f".{final.name}.{os.getpid()}.old")
+    """Rename; a checkpoint of the same name (a run resumed from an older one) changes places with the new one."""
     if final.exists():
-        os.rename(final, old)
+        old = final.with_name(f".{final.name}.{os.getpid()}.old")
+        if not _exchange(part, final):
+            os.rename(final, old)  # for a moment there is none of this name
+            os.rename(part, final)
+        else:
+            os.rename(part, old)
+        fsync_dir(final.parent)
+        shutil.rmtree(old, ignore_errors=True)
+        return
     os.rename(part, final)
     fsync_dir(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names at once (Linux's renameat2); False: this system or file system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0

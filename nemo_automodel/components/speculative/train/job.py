@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from nemo_automodel.config.schema import (
-    AppConfig, DataConfig, DraftConfig, DraftKind, Precision, TargetConfig, TrainConfig,
+    AppConfig, DataConfig, DraftConfig, DraftKind, OptimizerKind, Precision, TargetConfig, TrainConfig,
 )  # fmt: skip
 from nemo_automodel.files import read_json, write_json
+
+TRAIN_ENUMS = {"precision": Precision, "optimizer": OptimizerKind}
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,7 @@ class TrainJob:
 
     def save(self, path: Path) -> None:
         """Write the job as JSON; `load` gives it back."""
-        values = asdict(self)
-        values["run_dir"] = str(self.run_dir)
-        values["draft"]["kind"] = self.draft.kind.value
-        values["train"]["precision"] = self.train.precision.value
-        write_json(path, values)
+        write_json(path, job_values(self))
 
     @classmethod
     def load(cls, path: Path) -> TrainJob:
@@ -40,9 +38,19 @@ class TrainJob:
             TargetConfig(**values["target"]),
             DataConfig(**values["data"]),
             DraftConfig(**{**draft, "kind": DraftKind(draft["kind"])}),
-            TrainConfig(**{**train, "precision": Precision(train["precision"])}),
+            TrainConfig(**{**train, **{key: kind(train[key]) for key, kind in TRAIN_ENUMS.items()}}),
             Path(values["run_dir"]),
         )
+
+
+def job_values(job: TrainJob) -> dict[str, Any]:
+    """The job as plain values."""
+    values = asdict(job)
+    values["run_dir"] = str(job.run_dir)
+    values["draft"]["kind"] = job.draft.kind.value
+    values["train"]["precision"] = job.train.precision.value
+    values["train"]["optimizer"] = job.train.optimizer.value
+    return values
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class TrainResult:
     seconds: float
     loss: float | None  # of the last logged steps; None when no step was run
     validation: Mapping[str, Any] | None  # loss, accuracy_per_depth, acceptance_length
+    best: Path | None = None  # the checkpoint of the highest validation acceptance; None: none was validated
 
 
 def build_train_job(app: AppConfig, run_dir: Path) -> TrainJob:

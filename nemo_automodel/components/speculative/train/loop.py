@@ -6,21 +6,28 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from nemo_automodel.components.datasets.collate import plan_epoch
-from nemo_automodel.components.datasets.encode import EncodedRow
-from nemo_automodel.components.speculative.methods.peagle import forward_to_loss
+from nemo_automodel.components.datasets.encoded_rows import EncodedRow, EncodedRows
+from nemo_automodel.components.datasets.packing import PackedRows
+from nemo_automodel.components.speculative.methods.method import method_of
 from nemo_automodel.components.speculative.train.checkpoint import (
     CheckpointStore, Position, TrainerState, capture_state, restore_state,
 )  # fmt: skip
 from nemo_automodel.components.speculative.train.optim import build_optimizer, lr_at, set_lr
+from nemo_automodel.components.speculative.train.placement import PeerLost
 from nemo_automodel.components.speculative.train.progress import RunReport, memory_gb
+from nemo_automodel.components.speculative.train.retention import (
+    drop_old_checkpoints, drop_old_states, is_validated, point_best, record_validation,
+)  # fmt: skip
 from nemo_automodel.components.speculative.train.setup import Models
 from nemo_automodel.components.speculative.train.totals import Totals
 from nemo_automodel.components.speculative.train.validation import validate
+from nemo_automodel.components.speculative.train.world import World
 from nemo_automodel.config.schema import TrainConfig
 from nemo_automodel.errors import TrainError
 
@@ -48,21 +55,33 @@ class Window:
         self.tokens += tokens
 
 
+def micro_batch_seed(seed: int, epoch: int, micro: int) -> int:
+    """Of what is drawn for micro batch `micro` of `epoch`: the same whichever process runs it, resumed or not."""
+    return int(np.random.SeedSequence([seed, epoch, micro]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
 class TrainLoop:
-    """One run over `rows`. `order` is stored with the state and must be equal when the run is resumed."""
+    """One run over `rows`. `order` is stored with the state and must be equal when the run is resumed.
+
+    Of the micro batches of a step each process of `world` takes every size-th; gradients are sums over all of them, so
+    that n processes do what one with n times the accumulation does.
+    """
 
     def __init__(
-        self, models: Models, rows: tuple[EncodedRow, ...], held_out: tuple[EncodedRow, ...], train: TrainConfig,
+        self, models: Models, rows: EncodedRows | PackedRows, held_out: Sequence[EncodedRow], train: TrainConfig,
         *, order: Mapping[str, Any], store: CheckpointStore, report: RunReport, stop: Callable[[], bool],
+        world: World = World(),
     ) -> None:  # fmt: skip
         self.models, self.rows, self.held_out, self.train = models, rows, held_out, train
-        self.order, self.store, self.report, self.stop = order, store, report, stop
+        self.order, self.store, self.report, self.stop, self.world = order, store, report, stop, world
+        self.method = method_of(models.spec, partitions=models.partitions, attention=models.attention)
         self.optimizer = build_optimizer(models.draft, train)
-        self.generator = torch.Generator().manual_seed(train.seed)
+        self.generator = torch.Generator()
         self.position = Position()
-        self.lengths = [len(row) for row in rows]
+        self.lengths = rows.lengths.tolist()
         micro_batches = -(-len(rows) // train.micro_batch_size)
-        self.steps_per_epoch = -(-micro_batches // train.grad_accumulation_steps)
+        self.per_step = train.grad_accumulation_steps * world.size  # micro batches of one optimiser step
+        self.steps_per_epoch = -(-micro_batches // self.per_step)
         planned = train.num_epochs * self.steps_per_epoch
         self.total_steps = planned if train.max_steps is None else min(train.max_steps, planned)
         self.window = Window()
@@ -83,7 +102,7 @@ class TrainLoop:
                 where="train.resume",
                 remedy="give the data and settings it was trained with, or train.resume=null to start afresh",
             )
-        restore_state(state, self.models.draft, self.optimizer, self.generator)
+        restore_state(state, self.models.draft, self.optimizer)
         self.position = state.position
         self.saved = (state.position.step, checkpoint)
 
@@ -91,23 +110,42 @@ class TrainLoop:
     def is_finished(self) -> bool:
         return self.position.step >= self.total_steps
 
+    def owes_validation(self) -> bool:
+        """The run was killed between an epoch's checkpoint and the end of its validation."""
+        ended = self.position.micro == 0 or self.is_finished
+        owes = bool(self.held_out) and self.saved is not None and ended and not is_validated(self.saved[1])
+        return self.world.share(owes)
+
     def run(self) -> LoopEnd:
-        """Train to the end, or until `stop()`; either way the last state is saved."""
+        """Train to the end, or until `stop()` in any process; either way the last state is saved.
+
+        Raises:
+            PeerLost: another process died; the state of the last whole step is saved.
+        """
         self.report.begin(total=self.total_steps, done=self.position.step)
         self.window = Window(began=time.monotonic())
-        while not self.is_finished and not self.stop():
-            self._epoch()
-        if self.saved is None or self.saved[0] != self.position.step:
-            self._save()
+        try:
+            if self.owes_validation():
+                self._validate()
+            while not self.is_finished and not self._stopping():
+                self._epoch()
+            if self.saved is None or self.saved[0] != self.position.step:
+                self._save()
+        except PeerLost:  # before the optimiser's step: nothing has changed since the step before
+            if self.world.is_first and (self.saved is None or self.saved[0] != self.position.step):
+                self.saved = (self.position.step, self._write())
+            raise
         return LoopEnd(self.is_finished, self.saved[1], self.position, self.figures)
+
+    def _stopping(self) -> bool:
+        return self.world.any(self.stop())
 
     def _epoch(self) -> None:
         plan = plan_epoch(
             self.lengths, micro_batch_size=self.train.micro_batch_size, seed=self.train.seed, epoch=self.position.epoch
         )
-        every = self.train.grad_accumulation_steps
-        while self.position.micro < len(plan) and not self.is_finished and not self.stop():
-            chosen = plan[self.position.micro : self.position.micro + every]
+        while self.position.micro < len(plan) and not self.is_finished and not self._stopping():
+            chosen = plan[self.position.micro : self.position.micro + self.per_step]
             self._step(chosen)
             self.position = replace(self.position, micro=self.position.micro + len(chosen), step=self.position.step + 1)
             self._after_step(epoch_ends=self.position.micro == len(plan))
@@ -123,18 +161,27 @@ class TrainLoop:
         """One optimiser step: gradients of loss sums, divided once by all supervised elements together."""
         set_lr(self.optimizer, lr_at(self.position.step, self.total_steps, self.train))
         self.optimizer.zero_grad(set_to_none=True)
-        totals: Totals | None = None
-        for indices in micro_batches:
-            batch, states = self.models.prepare([self.rows[i] for i in indices])
-            with self.models.autocast():
-                out = forward_to_loss(self.models.draft, batch, states, self.models.teacher_weight, self.generator)
-            out.loss_sum.backward()
-            totals = Totals.of(out) if totals is None else totals + Totals.of(out)
-        self._update(totals)
+        totals = Totals.zeros(self.models.spec.num_depths, self.models.device)
+        for place in range(self.world.rank, len(micro_batches), self.world.size):
+            totals = totals + self._gradients(micro_batches[place], micro=self.position.micro + place)
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        totals = self.world.sum_gradients(trained, totals)
+        self._update([p for p in trained if p.grad is not None], totals)
         self.window.add(totals, sum(self.lengths[i] for indices in micro_batches for i in indices))
 
-    def _update(self, totals: Totals) -> None:
-        trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+    def _gradients(self, indices: tuple[int, ...], *, micro: int) -> Totals:
+        """Add the gradients of one micro batch's loss sum to the parameters'."""
+        seed = micro_batch_seed(self.train.seed, self.position.epoch, micro)
+        torch.manual_seed(seed)
+        self.generator.manual_seed(seed)
+        models = self.models
+        batch, states = models.prepare([self.rows[i] for i in indices])
+        with models.autocast():
+            out = self.method.train_loss(models.draft, batch, states, models.teacher_weight, self.generator)
+        out.loss_sum.backward()
+        return Totals.of(out)
+
+    def _update(self, trained: list[torch.nn.Parameter], totals: Totals) -> None:
         for parameter in trained:
             parameter.grad.div_(totals.count.clamp(min=1))
         norm = torch.nn.utils.clip_grad_norm_(trained, self.train.max_grad_norm)
@@ -169,8 +216,10 @@ class TrainLoop:
         if not self.held_out:
             return
         began = time.monotonic()
-        self.figures = validate(self.models, self.held_out, micro_batch_size=max(8, self.train.micro_batch_size))
+        rows = max(8, self.train.micro_batch_size)
+        self.figures = validate(self.models, self.held_out, micro_batch_size=rows, world=self.world)
         self.report.validation({"step": self.position.step, "epoch": self._epoch_number(), "validation": self.figures})
+        self._keep_house(lambda: record_validation(self.saved[1], self.figures), "BEST cannot be moved")
         self.window.began += time.monotonic() - began  # tokens/s speaks of training alone
 
     def _epoch_number(self) -> int:
@@ -178,16 +227,32 @@ class TrainLoop:
         return self.position.epoch + (1 if self.position.micro else 0)
 
     def _save(self) -> None:
+        """The first process writes; all go on when it is done, or end with its error."""
+        folder = self.store.place_of(max(1, self._epoch_number()), self.position.step)
+        self.world.together(self._write if self.world.is_first else lambda: folder)
+        self.saved = (self.position.step, folder)
+
+    def _write(self) -> Path:
         state = capture_state(
-            self.models.draft, self.optimizer, self.generator, self.position, self.order, keep_master=self.models.bf16
+            self.models.draft, self.optimizer, self.position, self.order, keep_master=self.models.bf16
         )
         folder = self.store.save(self.models.draft, self.models.spec, state, epoch=max(1, self._epoch_number()))
-        self.saved = (self.position.step, folder)
         self.report.message(f"saved {folder}")
-        self._drop_old_states()
+        self._keep_house(lambda: drop_old_states(self.store.root, self.train.keep_trainer_states), "an old state stays")
+        return folder
 
-    def _drop_old_states(self) -> None:
+    def tidy(self) -> None:
+        """Finish what a killed run into the same folder left undone."""
+        if self.world.is_first:
+            self.store.remove_leftovers()
+        self._keep_house(lambda: point_best(self.store.root), "BEST cannot be moved")
+
+    def _keep_house(self, work: Callable[[], Any], otherwise: str) -> None:
+        """What costs space, not the run, when it fails; the first process's work."""
+        if not self.world.is_first:
+            return
         try:
-            self.store.drop_old_states(self.train.keep_trainer_states)
-        except OSError as error:  # costs space, not the run
-            self.report.message(f"warning: an old trainer state cannot be removed: {error}")
+            work()
+            drop_old_checkpoints(self.store.root, self.train.keep_last_checkpoints)
+        except OSError as error:
+            self.report.message(f"warning: {otherwise}: {error}")

@@ -13,10 +13,12 @@ from nemo_automodel.files import is_path_like, read_json, write_json
 
 OUTCOME_FILE = "train_status.json"
 LOG_FILE = "train.log"
+LOST_PEERS = 75  # exit code of a training process whose connection to another one broke
 
 
 def write_result(run_dir: Path, result: TrainResult) -> None:
-    write_json(run_dir / OUTCOME_FILE, {**asdict(result), "checkpoint": str(result.checkpoint)})
+    best = None if result.best is None else str(result.best)
+    write_json(run_dir / OUTCOME_FILE, {**asdict(result), "checkpoint": str(result.checkpoint), "best": best})
 
 
 def write_failure(run_dir: Path, error: errors.UserError) -> None:
@@ -24,6 +26,10 @@ def write_failure(run_dir: Path, error: errors.UserError) -> None:
     parts = {"kind": type(error).__name__, "found": error.found, "where": error.where, "remedy": error.remedy}
     status = "interrupted" if isinstance(error, errors.Interrupted) else "failed"
     write_json(run_dir / OUTCOME_FILE, {"status": status, "error": parts, "checkpoint": _last_saved(run_dir)})
+
+
+def has_outcome(run_dir: Path) -> bool:
+    return (run_dir / OUTCOME_FILE).is_file()
 
 
 def write_crash(run_dir: Path, last_line: str) -> None:
@@ -52,15 +58,18 @@ def read_outcome(run_dir: Path) -> TrainResult:
     """
     values = read_json(run_dir / OUTCOME_FILE)
     if values["status"] == "crashed":
+        saved = values["checkpoint"]
+        resume = f"the last checkpoint is intact: train.resume={saved}" if saved else "nothing was saved yet"
         raise errors.TrainError(
             f"the training worker crashed: {values['last_line']}",
             where="train",
-            remedy=f"read the traceback in {run_dir / LOG_FILE}; the last checkpoint is intact: train.resume={run_dir}",
+            remedy=f"read the traceback in {run_dir / LOG_FILE}; {resume}",
         )
     if "error" in values:
         error = values["error"]
         raise getattr(errors, error["kind"])(error["found"], where=error["where"], remedy=error["remedy"])
-    return TrainResult(**{**values, "checkpoint": Path(values["checkpoint"])})
+    best = None if values["best"] is None else Path(values["best"])
+    return TrainResult(**{**values, "checkpoint": Path(values["checkpoint"]), "best": best})
 
 
 def target_of_run(checkpoint: Path) -> str | None:

@@ -7,13 +7,20 @@ import json
 import logging
 import resource
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
+
+from nemo_automodel.components.speculative.train.job import TrainJob
+from nemo_automodel.components.speculative.train.trackers import Tracker, open_trackers
+from nemo_automodel.components.speculative.train.world import World
+from nemo_automodel.files import write_atomic
 
 logger = logging.getLogger("nemo_automodel.train")
 METRICS_FILE = "metrics.jsonl"
@@ -30,11 +37,14 @@ def memory_gb() -> float:
 class RunReport:
     """Collects one run's output. Use as a context manager; `begin` before the first `step`."""
 
-    def __init__(self, run_dir: Path, console: Console | None = None) -> None:
+    def __init__(self, run_dir: Path, console: Console | None = None, trackers: Sequence[Tracker] = ()) -> None:
         self.console = console or Console(stderr=True)
-        self._metrics = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        self._path = run_dir / METRICS_FILE
+        self._metrics = self._path.open("a", encoding="utf-8")
+        self._trackers = trackers
         self._bar: Progress | None = None
         self._task = None
+        self._pace: tuple[float, int] | None = None  # when the first step began, and which it was
         self.last: dict[str, Any] = {}  # the metrics last logged
 
     def __enter__(self) -> RunReport:
@@ -44,6 +54,15 @@ class RunReport:
         if self._bar is not None:
             self._bar.stop()
         self._metrics.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def resumed(self, step: int) -> None:
+        """What a run into the same folder logged after this step was lost with it and will be logged again."""
+        kept = "".join(line for line in self._path.read_text().splitlines(keepends=True) if _step_of(line) <= step)
+        self._metrics.close()
+        write_atomic(self._path, kept)
+        self._metrics = self._path.open("a", encoding="utf-8")
 
     def message(self, text: str) -> None:
         """One line for people, kept in train.log."""
@@ -53,6 +72,7 @@ class RunReport:
     def begin(self, *, total: int, done: int) -> None:
         """Start the bar, on a terminal."""
         self.total = total
+        self._pace = (time.monotonic(), done)
         if self.console.is_terminal:
             columns = (
                 BarColumn(bar_width=8),
@@ -74,7 +94,8 @@ class RunReport:
         self.last = dict(metrics)
         self._write(metrics)
         speed = f"{metrics['tokens_per_s']:,.0f} tok/s  {metrics['memory_gb']:.2f} GB"
-        text = f"step {metrics['step']}/{self.total}  epoch {metrics['epoch']}  {describe(metrics)}  {speed}"
+        left = f"  {self._time_left(metrics['step'])} left" if metrics["step"] < self.total else ""
+        text = f"step {metrics['step']}/{self.total}  epoch {metrics['epoch']}  {describe(metrics)}  {speed}{left}"
         logger.info(text)
         if self._bar is not None:
             self._bar.update(self._task, shown=f"{describe_short(metrics)} {speed}")
@@ -86,9 +107,59 @@ class RunReport:
         self._write(metrics)
         self.message(f"epoch {metrics['epoch']} validation  {describe(metrics['validation'])}")
 
+    def _time_left(self, step: int) -> str:
+        began, first = self._pace
+        seconds = (time.monotonic() - began) / max(1, step - first) * (self.total - step)
+        return str(timedelta(seconds=round(seconds)))
+
     def _write(self, metrics: Mapping[str, Any]) -> None:
         self._metrics.write(json.dumps(metrics, allow_nan=False) + "\n")
         self._metrics.flush()
+        for tracker in self._trackers:
+            tracker.log(metrics)
+
+
+class SilentReport(RunReport):
+    """For all processes but the first: keeps the last metrics and says nothing."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, Any] = {}
+
+    def __exit__(self, *_exc: object) -> None:
+        pass
+
+    def resumed(self, step: int) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+    def begin(self, *, total: int, done: int) -> None:
+        pass
+
+    def tick(self, step: int) -> None:
+        pass
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        self.last = dict(metrics)
+
+    def validation(self, metrics: Mapping[str, Any]) -> None:
+        pass
+
+
+def open_report(job: TrainJob, world: World) -> RunReport:
+    """The first process reports."""
+    if not world.is_first:
+        return SilentReport()
+    return RunReport(job.run_dir, trackers=open_trackers(job))
+
+
+def _step_of(line: str) -> int:
+    """Of one line of metrics.jsonl; a line that was cut short counts as the last of all."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return sys.maxsize
 
 
 def describe_short(metrics: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nemo_automodel.errors import TrainError
 
-LATEST = "LATEST"
+LATEST, BEST = "LATEST", "BEST"
 STATE_FILE = Path("trainer") / "state.pt"
 
 

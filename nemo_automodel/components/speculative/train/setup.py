@@ -14,6 +14,7 @@ from nemo_automodel.components.datasets.collate import collate
 from nemo_automodel.components.datasets.encoded_rows import EncodedRow
 from nemo_automodel.components.datasets.vocab_map import build_vocab_map, reuse_vocab_map
 from nemo_automodel.components.speculative.draft.build import build_draft
+from nemo_automodel.components.speculative.draft.from_target import start_from_layer
 from nemo_automodel.components.speculative.draft.io import canonical_names, load_draft, read_tensors
 from nemo_automodel.components.speculative.draft.network import DraftNetwork
 from nemo_automodel.components.speculative.draft.spec import DraftSpec
@@ -25,6 +26,7 @@ from nemo_automodel.components.speculative.target import (
 )  # fmt: skip
 from nemo_automodel.components.speculative.train.data import Say, TrainData
 from nemo_automodel.components.speculative.train.job import TrainJob
+from nemo_automodel.components.speculative.train.state_cache import StateCache
 from nemo_automodel.components.speculative.train.warm_start import EarlierDraft, find_weights
 from nemo_automodel.config.schema import Precision
 from nemo_automodel.errors import TrainError
@@ -43,6 +45,7 @@ class Models:
     pad_token_id: int
     partitions: int = 1  # P-EAGLE: parts that the elements of a micro batch are computed in
     attention: str = "auto"
+    cache: StateCache | None = None
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16)
@@ -52,8 +55,11 @@ class Models:
         batch = collate(rows, pad_token_id=self.pad_token_id)
         input_ids, loss_mask, lengths, starts = (tensor.to(self.device) for tensor in batch)
         places = torch.arange(input_ids.shape[1], device=self.device)
+        made = TrainBatch(input_ids, loss_mask, lengths, starts)
+        if self.cache is not None:
+            return made, self.cache.states(rows)
         attention_mask = (places < lengths[:, None]).long()  # [B, T]
-        return TrainBatch(input_ids, loss_mask, lengths, starts), self.target.states(input_ids, attention_mask, starts)
+        return made, self.target.states(input_ids, attention_mask, starts)
 
 
 def build_models(job: TrainJob, data: TrainData, resume: Path | None, say: Say) -> Models:
@@ -88,6 +94,7 @@ def build_models(job: TrainJob, data: TrainData, resume: Path | None, say: Say) 
     return Models(
         target, draft, spec, teacher, device, bf16, pad if pad is not None else 0,
         partitions=job.draft.sequence_partitions, attention=job.train.attention,
+        cache=StateCache(target, job.train.cache_target_gb) if job.train.cache_target_gb else None,
     )  # fmt: skip
 
 
@@ -103,6 +110,8 @@ def _first_draft(
         spec, embed_weight=target.embed_weight, lm_head_weight=target.lm_head_weight, vocab_ids=ids,
         freeze_embeddings=job.draft.freeze_embeddings,
     )  # fmt: skip
+    if job.draft.init_from_target:
+        start_from_layer(draft, target.last_layer, target.final_norm_weight)
     if earlier is not None:
         say(", ".join([f"draft: starts with the weights of {earlier.folder}", *earlier.copy_into(draft)]))
     return draft

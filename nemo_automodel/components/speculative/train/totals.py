@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Sequence
 
+import torch
 from torch import Tensor
 
-from nemo_automodel.components.speculative.methods.peagle import LossOut
+from nemo_automodel.components.speculative.methods.batch import LossOut
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,24 @@ class Totals:
             self.correct + other.correct,
             self.counted + other.counted,
         )
+
+    @classmethod
+    def zeros(cls, depths: int, device: torch.device) -> Totals:
+        """Of no micro batch at all."""
+        nothing = torch.zeros((), dtype=torch.int64, device=device)
+        row = torch.zeros(depths, dtype=torch.int64, device=device)
+        return cls(nothing.float(), nothing, row, row)
+
+    def flat(self) -> Tensor:
+        """[2 + 2K] float64 on the CPU (exact for counts below 2**53), for adding up over processes."""
+        parts = (self.loss_sum[None], self.count[None], self.correct, self.counted)
+        return torch.cat([part.double() for part in parts]).cpu()
+
+    @classmethod
+    def from_flat(cls, flat: Tensor) -> Totals:
+        """What `flat` gave, or a sum of such; on the CPU."""
+        correct, counted = flat[2:].long().chunk(2)
+        return cls(flat[0], flat[1].long(), correct, counted)
 
     def summary(self) -> dict[str, Any]:
         """loss (nats per element), accuracy_per_depth, acceptance_length (simulated)."""

@@ -64,7 +64,11 @@ class EarlierDraft:
             return None
         if self.spec.draft_vocab_size == self.spec.vocab_size:
             return None
-        return torch.arange(len(offsets)) + offsets
+        ids = torch.arange(len(offsets)) + offsets
+        if bool((ids.diff() <= 0).any()) or not 0 <= int(ids[0]) <= int(ids[-1]) < self.spec.vocab_size:
+            told = f"{int(ids.min())}..{int(ids.max())}, not ascending within {self.spec.vocab_size} tokens"
+            self._refuse([f"d2t, added to 0, 1, 2, ..., gives {told}"])
+        return ids
 
     def copy_into(self, draft: DraftNetwork) -> list[str]:
         """Overwrite the weights of `draft`; returns what stays fresh or is left behind, for people.
@@ -74,8 +78,9 @@ class EarlierDraft:
         """
         wanted = draft.state_dict()
         found = {name: tensor for name, tensor in self.tensors.items() if name not in VOCAB}
-        if "mask_hidden" in found and "mask_hidden" in wanted:
-            found["mask_hidden"] = found["mask_hidden"].reshape(wanted["mask_hidden"].shape)
+        mask = wanted.get("mask_hidden")
+        if mask is not None and "mask_hidden" in found and found["mask_hidden"].numel() == mask.numel():
+            found["mask_hidden"] = found["mask_hidden"].reshape(mask.shape)
         self._refuse(self._misfits(found, wanted))
         kept = {name: tensor for name, tensor in found.items() if name in wanted}
         draft.load_state_dict(kept, strict=False)  # names were compared
