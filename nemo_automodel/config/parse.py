@@ -52,6 +52,12 @@ def _refuse_unknown(plain: Any, schema: type, prefix: str) -> None:
             _refuse_unknown(value, factory, prefix=f"{where}.")
 
 
+# What rendering a chat template is called with already
+RENDERED_WITH = {
+    "messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "return_assistant_tokens_mask",
+}  # fmt: skip
+
 # (key, reads the value, is it fine?, what is wanted)
 _RULES: list[tuple[str, Callable[[AppConfig], Any], Callable[[Any], bool], str]] = [
     ("train.num_epochs", lambda a: a.train.num_epochs, lambda v: v >= 1, "1 or more"),
@@ -81,6 +87,19 @@ _RULES: list[tuple[str, Callable[[AppConfig], Any], Callable[[Any], bool], str]]
     ("train.num_threads", lambda a: a.train.num_threads, lambda v: v is None or v >= 1, "1 or more, or null"),
     ("train.log_every_steps", lambda a: a.train.log_every_steps, lambda v: v >= 1, "1 or more"),
     ("train.save_every_steps", lambda a: a.train.save_every_steps, lambda v: v is None or v >= 1, "1 or more, or null"),
+    ("data.validation", lambda a: repr(a.data.validation), lambda v: v != "''", "a path or Hub id, or null"),
+    (
+        "data.chat_template_kwargs",
+        lambda a: sorted(RENDERED_WITH & set(a.data.chat_template_kwargs)),
+        lambda v: not v,
+        "variables of the template's own, such as {enable_thinking: false}; these are set by the rows",
+    ),
+    (
+        "draft.vocab_map",
+        lambda a: a.draft.vocab_map if a.draft.init_from is not None else None,
+        lambda v: v is None,
+        "null with draft.init_from, whose vocabulary is taken",
+    ),
     ("data.max_rows", lambda a: a.data.max_rows, lambda v: v is None or v >= 1, "1 or more, or null"),
     ("data.num_workers", lambda a: a.data.num_workers, lambda v: v is None or v >= 1, "1 or more, or null"),
     ("data.max_bad_row_share", lambda a: a.data.max_bad_row_share, lambda v: 0 <= v <= 1, "in [0, 1]"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_automodel.components.speculative.serve.types import Engine, RuntimeKind, RuntimeSpec
 from nemo_automodel.config.parse import build_serve_spec, parse_config, with_absolute_paths
-from nemo_automodel.config.schema import AppConfig
+from nemo_automodel.config.schema import AppConfig, DraftKind
 from nemo_automodel.config.store import REPO_ROOT, register
 from nemo_automodel.errors import ConfigError
 
@@ -100,6 +101,16 @@ def test_the_qwen_recipe_is_the_published_one() -> None:
     assert (app.train.lr, app.train.betas, app.train.warmup_ratio) == (1e-4, [0.9, 0.95], 0.015)
 
 
+def test_eagle3_is_one_group_apart() -> None:
+    plain, other = load("quickstart"), load("quickstart", ["draft=eagle3"])
+    assert (plain.draft.kind, plain.draft.trained_depth, plain.draft.num_layers) == (DraftKind.peagle, 4, 2)
+    assert (other.draft.kind, other.draft.trained_depth, other.draft.num_layers) == (DraftKind.eagle3, 4, 1)
+    assert replace(other, draft=plain.draft) == plain
+    assert load("llama_eagle3_perfectblend").draft.trained_depth == 7
+    with pytest.raises(ConfigError, match="not computed in parts"):
+        load("quickstart", ["draft=eagle3", "draft.sequence_partitions=2"])
+
+
 @pytest.mark.parametrize(
     "override",
     [
@@ -128,12 +139,23 @@ def test_a_wrong_override_is_refused_by_hydra(override: str) -> None:
         ("serve.port=70000", "serve.port", "65535"),
         ("train.micro_batch_size=0", "train.micro_batch_size", "1 or more"),
         ("train.betas=[0.9]", "train.betas", "two numbers"),
+        ("draft.ttt_steps=0", "draft.ttt_steps", "1 or more"),
+        ("draft.ttt_loss_decay=1.2", "draft.ttt_loss_decay", "(0, 1]"),
+        ("draft.norm_output=true", "draft.norm_output", "draft=eagle3"),
+        ("data.validation=", "data.validation", "a path or Hub id"),
+        ("+data.chat_template_kwargs={tools: []}", "data.chat_template_kwargs", "of the template's own"),
     ],
 )
 def test_what_hydra_lets_pass_is_refused_at_the_border(override: str, where: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load("quickstart", [override])
     assert caught.value.where == where and hint in caught.value.remedy
+
+
+def test_a_vocabulary_beside_that_of_the_earlier_draft_is_refused() -> None:
+    with pytest.raises(ConfigError, match="draft.vocab_map"):
+        load("quickstart", ["draft.init_from=/runs/a", "draft.vocab_map=/runs/b"])
+    assert load("quickstart", ["draft.vocab_map=/runs/b"]).draft.vocab_map == "/runs/b"
 
 
 def test_chats_are_needed_to_train_and_only_to_train() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-H, HEADS, KV, HEAD, INNER, V = 16, 2, 1, 8, 24, 64
+H, HEADS, KV, HEAD, INNER, V = 16, 2, 1, 32, 24, 64
 
 
 def layer_tensors(i: int) -> dict[str, tuple[int, ...]]:

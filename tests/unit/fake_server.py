@@ -49,8 +49,32 @@ class Handler(BaseHTTPRequestHandler):
         tokens = body["max_tokens"]
         COUNTS["drafts"] += 0 if BEHAVIOUR == "never_drafts" else tokens // 2
         text = f"echo {body['messages'][-1]['content']}" if "messages" in body else "x"
+        if body.get("stream"):
+            return self._stream(text, tokens)
         choice = {"message": {"content": text}, "text": text}
         self._reply(json.dumps({"choices": [choice], "usage": {"completion_tokens": tokens}}))
+
+    def _stream(self, text: str, tokens: int) -> None:
+        """One token from the prefill, the others two at a time: as many chunks after it as drafts are counted."""
+        self.send_response(200)
+        self.end_headers()
+        done = 0
+        sizes = [0, 1, *[2] * ((tokens - 1) // 2), *[1] * ((tokens - 1) % 2)]
+        for number, size in enumerate(sizes):
+            done += size
+            delta = {"role": "assistant", "content": ""} if number == 0 else {"content": text if number == 1 else ""}
+            event = {"choices": [{"delta": delta}], "usage": {"completion_tokens": done, "prompt_tokens": 3}}
+            self.wfile.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
+            self.wfile.flush()
+            if number == 1 and BEHAVIOUR == "dies_in_an_answer":
+                print(PREFIX + "torch.OutOfMemoryError: CUDA out of memory", flush=True)
+                os._exit(1)
+            if number == 1 and BEHAVIOUR == "falls_silent":
+                threading.Event().wait()
+            if number == 1 and BEHAVIOUR == "breaks_off":
+                return
+        usage = {"choices": [], "usage": {"completion_tokens": done, "prompt_tokens": 3}}
+        self.wfile.write(b"data: " + json.dumps(usage).encode() + b"\n\ndata: [DONE]\n\n")
 
     def _reply(self, text: str, status: int = 200) -> None:
         data = text.encode()

@@ -188,3 +188,18 @@ def test_vocabulary_map_must_fit() -> None:
         build_draft(make_spec(), **weights, vocab_ids=torch.tensor([3, 0, 4, 9]))
     head = build_draft(make_spec(), **weights, vocab_ids=VOCAB).lm_head.weight
     assert torch.equal(head, weights["lm_head_weight"][VOCAB])
+
+
+def test_an_index_that_is_none_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    for text in ("{", "[]", "{}", '{"weight_map": ["model.safetensors"]}'):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ResolveError, match="no readable weight_map"):
+            load_draft(tmp_path)
+
+
+def test_a_draft_that_transformers_would_refuse_is_not_trained(tmp_path: Path) -> None:
+    """GLM-4.5 has 96 heads at a hidden size of 4096 or 5120."""
+    weights = {"embed_weight": torch.randn(10, 8), "lm_head_weight": torch.randn(10, 8), "vocab_ids": VOCAB}
+    with pytest.raises(ConfigError, match="hidden size 8 with the target's 6 attention heads"):
+        build_draft(replace(make_spec(), num_attention_heads=6, num_key_value_heads=2), **weights)

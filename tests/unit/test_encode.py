@@ -7,9 +7,11 @@ import pytest
 from chat_templates import FAMILIES
 from tiny_chat import CHATML, CHATML_MARKED, byte_tokenizer, supervised_runs, turns
 
+from nemo_automodel.components.datasets.bad_rows import BadRows
 from nemo_automodel.components.datasets.encode import RowEncoder, encode_rows
 from nemo_automodel.components.datasets.rows import BadRow, ChatRow
-from nemo_automodel.errors import DataError
+from nemo_automodel.components.datasets.tokenizer import load_tokenizer
+from nemo_automodel.errors import ConfigError, DataError
 
 THREE = turns(
     ("system", "Be kind."), ("user", "Hi"), ("assistant", "<b>Hello"), ("user", "Two?"), ("assistant", "2, 🙂 yes")
@@ -148,3 +150,51 @@ def test_ids_are_those_of_the_tokenizers_own_chat_template():
     row, cut = RowEncoder(tokenizer, 1000).encode(ChatRow(1, tuple(THREE)))
     assert row.input_ids.tolist() == tokenizer.apply_chat_template(THREE, tokenize=True, return_dict=True)["input_ids"]
     assert not cut
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("{{ 1 / 0 }}", "refuses it: ZeroDivisionError"),
+        ("{{ '{x}'.format() }}", "refuses it: KeyError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses it: RecursionError"),
+        ("{{ oops }", "the target's chat template is broken (line 1: unexpected '}')"),
+    ],
+)
+def test_whatever_a_template_raises_is_a_bad_row(fault, told):
+    with pytest.raises(DataError) as caught:
+        encode_rows([ChatRow(1, tuple(THREE))], RowEncoder(byte_tokenizer(fault + CHATML), 100), where="data.train")
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_half_a_surrogate_pair_is_a_bad_row_that_can_be_printed():
+    rows = [ChatRow(1, tuple(THREE)), ChatRow(2, tuple(turns(("user", "a \ud83d"), ("assistant", "b"))))]
+    encoded = encode_rows(rows, RowEncoder(byte_tokenizer(CHATML), 99), where="data.train", max_bad_row_share=0.5)
+    assert encoded.bad_rows == ("row 2: it holds half an emoji ('\\ud83d')",)
+    bad = BadRows(None, "data.train")
+    bad.add(1, "no field (it has: \ud83d)\nat all", "")
+    assert bad.named == ["row 1: no field (it has: \\ud83d) at all"]
+
+
+def test_templates_under_other_names_than_default_are_refused():
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.chat_template = {"rag": CHATML}
+    with pytest.raises(DataError, match=r"has chat templates \(rag\), but no default one \[target.path\]"):
+        encode_rows([ChatRow(1, tuple(THREE))], RowEncoder(tokenizer, 100), where="data.train")
+    tokenizer.chat_template = {"rag": "", "default": CHATML}
+    assert len(encode_rows([ChatRow(1, tuple(THREE))], RowEncoder(tokenizer, 100), where="data.train").rows) == 1
+
+
+def test_a_template_that_leaves_the_last_turn_open_trains_on_no_header():
+    """Cut off before a turn, it ends in another way than in the middle: the header is found by its beginning."""
+    open_ended = CHATML.replace("<|im_end|>\n{% endfor", "{% if not loop.last %}<|im_end|>\n{% endif %}{% endfor")
+    assert supervised(open_ended, THREE) == ["<b>Hello<|im_end|>", "2, 🙂 yes"]
+
+
+@pytest.mark.parametrize("damage", ['{"a": 1}', "", "{"])
+def test_a_damaged_tokenizer_is_one_line(tmp_path, damage):
+    byte_tokenizer(CHATML).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer.json").write_text(damage)
+    with pytest.raises(ConfigError, match="no usable tokenizer"):
+        load_tokenizer(str(tmp_path))

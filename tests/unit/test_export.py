@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafts import V, draft_config, draft_tensors, write_draft, write_target
+from drafts import HEAD, HEADS, KV, V, draft_config, draft_tensors, write_draft, write_target
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -350,7 +350,8 @@ def test_an_output_bias_of_zeros_is_added_where_the_draft_has_none(tmp_path: Pat
     for i in range(2):
         stem = f"model.layers.{i}.self_attn."
         tensors[stem + "o_proj.weight"] = tensors[stem + "o_proj.weight"].astype(dtype)
-        tensors |= {stem + f"{x}_proj.bias": np.ones(size, "float32") for x, size in (("q", 16), ("k", 8), ("v", 8))}
+        sizes = {"q": HEADS * HEAD, "k": KV * HEAD, "v": KV * HEAD}
+        tensors |= {stem + f"{x}_proj.bias": np.ones(size, "float32") for x, size in sizes.items()}
     draft = write_draft(tmp_path / "d", draft_config(attention_bias=True), tensors, shards=shards)
     done = export(plan_for(draft))
     written = load_file(done.dir / "model.safetensors")

@@ -94,7 +94,7 @@ OWN = ("embed_tokens.weight", "lm_head.weight")
     ("names", "form"),
     [
         ((*OWN, "layers.0.self_attn.q_norm.weight"), None),
-        ((*OWN, "fc_norm.0.weight"), "fc_norm"),
+        ((*OWN, "fc_norm.0.weight"), None),
         ((*OWN, "input_norm.weight"), "norm_before_fc"),
         ((*OWN, "layers.0.self_attn.q_proj.bias"), "attention_bias"),
         (OWN[1:], "embed_tokens"),

@@ -322,8 +322,9 @@ def test_a_foreground_launch_is_recorded_while_it_runs_and_after_ctrl_c(spec, in
 
 
 def test_a_failure_outside_the_serve_stage_is_recorded_once(tmp_path: Path) -> None:
-    record_failure(tmp_path, PreflightError("no GPU", where="serve", remedy="add one"))
-    record_failure(tmp_path, ValueError("later"))
+    error = PreflightError("no GPU", where="serve", remedy="add one")
+    record_failure(tmp_path, error)
+    record_failure(tmp_path, error, stage="later")
     result = _result(tmp_path)
     assert (result["status"], result["stage"]) == ("failed", "preflight") and "no GPU" in result["reason"]
     assert {"python", "vllm", "vllm_facts"} <= set(result["versions"])

@@ -7,6 +7,7 @@ import gzip
 import json
 
 import pytest
+from datasets import Dataset, DatasetDict
 
 from nemo_automodel.components.datasets.rows import load_rows
 from nemo_automodel.errors import DataError
@@ -227,8 +228,62 @@ def test_a_name_below_a_folder_of_the_user_is_a_path(tmp_path, monkeypatch):
     assert is_path_like("corpora/chats") and not is_path_like("corpora/chats", tmp_path / "corpora")
 
 
+def test_no_path_is_not_the_working_directory_and_a_split_that_is_not_there(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": MESSAGES}])
+    monkeypatch.chdir(tmp_path)
+    for nothing in ("", "x" * 5000, "~nobody-of-this-name/a.jsonl"):
+        with pytest.raises(DataError, match="no file or folder at"):
+            read(nothing)
+    assert read(".") == [MESSAGES]
+    rows = Dataset.from_list([{"messages": MESSAGES}])
+    DatasetDict({"a": rows, "b": rows}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match="split 'train': it has a, b"):
+        read(tmp_path / "saved")
+
+
 def test_an_unknown_file_kind_and_a_broken_parquet(tmp_path):
     for name in ("a.csv", "a.parquet"):
         (tmp_path / name).write_text("no parquet")
         with pytest.raises(DataError, match="cannot read"):
             read(tmp_path / name)
+
+
+def test_an_answer_of_a_tool_that_is_no_text_becomes_json_text(tmp_path):
+    answers = [{"t": 3, "unit": "é"}, [1, 2], 4.5, [{"type": "text", "text": "x"}], None, "y"]
+    rows = [{"messages": [*MESSAGES, {"role": "tool", "content": answer}]} for answer in answers]
+    found = [row[2]["content"] for row in read(write_jsonl(tmp_path / "a.jsonl", rows))]
+    assert found == ['{"t": 3, "unit": "é"}', "[1, 2]", "4.5", "x", "", "y"]
+    pictured = {"messages": [*MESSAGES, {"role": "tool", "content": [{"type": "image_url", "image_url": "x"}]}]}
+    with pytest.raises(DataError, match="the content of turn 2 is not text"):
+        read(write_jsonl(tmp_path / "b.jsonl", [pictured]))
+    with pytest.raises(DataError, match="the content of turn 0 is not text"):  # a person says no objects
+        read(write_jsonl(tmp_path / "c.jsonl", [{"messages": [{"role": "user", "content": {"a": 1}}]}]))
+
+
+def test_white_space_around_a_role_is_no_part_of_it(tmp_path):
+    turns = [{"role": " User", "content": "Hi"}, {"role": "ASSISTANT\n", "content": "Hello"}]
+    assert read(write_jsonl(tmp_path / "a.jsonl", [{"messages": turns}])) == [MESSAGES]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[" * 100_000, "9" * 5000, '{"messages": [{"role": "user", "content": "a", "x": ' + "[" * 900 + "]" * 900 + "}]}"],
+    ids=["never closed", "a number of 5,000 digits", "nested too deep for templates"],
+)
+def test_json_that_python_gives_up_on_is_a_bad_row(tmp_path, line):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": MESSAGES}) + "\n" + line + "\n")
+    with pytest.raises(DataError, match=r"1 of 2 rows cannot be used: row 2 \(a.jsonl:2\)"):
+        read(path)
+    (tmp_path / "list.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match="cannot read .*list.json"):
+        read(tmp_path / "list.json")
+
+
+def test_files_not_named_after_a_split_are_for_training(tmp_path):
+    for name in ("part-1.jsonl", "part-2.jsonl", "dev.jsonl"):
+        write_jsonl(tmp_path / name, [{"messages": [*MESSAGES, {"role": "user", "content": name}]}])
+    assert [row[2]["content"] for row in read(tmp_path)] == ["part-1.jsonl", "part-2.jsonl"]
+    assert [row[2]["content"] for row in read(tmp_path, split="validation")] == ["dev.jsonl"]
+    with pytest.raises(DataError, match="no file .*'test'"):
+        read(tmp_path, split="test")

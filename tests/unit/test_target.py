@@ -60,6 +60,23 @@ def test_states_are_transformers_hidden_states(make: type, tmp_path: Path) -> No
     assert target.embed_weight.shape == (40, 16)
 
 
+@pytest.mark.parametrize("make", [llama3, qwen3])
+def test_rows_packed_into_one_line_have_the_states_they_have_alone(make: type) -> None:
+    torch.manual_seed(0)
+    target = Target(make(), (1, 3, 5))
+    rows = [torch.randint(0, 40, (1, n)) for n in (7, 1, 12, 5)]
+    ends = torch.tensor([7, 8, 20, 25])
+    starts = torch.cat([torch.full((r.shape[1],), int(e) - r.shape[1]) for r, e in zip(rows, ends, strict=True)])
+    padded = torch.nn.functional.pad(torch.cat(rows, 1), (0, 3))
+    starts = torch.nn.functional.pad(starts, (0, 3))[None]
+    states = target.states(padded, (torch.arange(28) < 25).long()[None], starts)
+    for row, end in zip(rows, ends.tolist(), strict=True):
+        alone = target.states(row, torch.ones_like(row))
+        place = slice(end - row.shape[1], end)
+        torch.testing.assert_close(states.aux[:, place], alone.aux, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(states.last[:, place], alone.last, atol=1e-5, rtol=1e-5)
+
+
 def test_aux_ids_are_taken_in_ascending_order_as_vllm_does(tmp_path: Path) -> None:
     model = qwen3().eval()
     ids = torch.randint(0, 40, (1, 5))

@@ -3,24 +3,25 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import filelock
 import numpy as np
 import pytest
+from processes import die_on_77
 from tiny_chat import CHATML, CHATML_MARKED, byte_tokenizer
 from tiny_train import write_rows
 
 from nemo_automodel.components.datasets import encode_parallel
 from nemo_automodel.components.datasets.encode import RowEncoder
 from nemo_automodel.components.datasets.encode_parallel import encode_all
-from nemo_automodel.components.datasets.token_cache import RowsWanted, load_or_encode
+from nemo_automodel.components.datasets.token_cache import KEEP_DAYS, RowsWanted, load_or_encode
 from nemo_automodel.errors import DataError
 
 FOUND = "tokens from the cache"
@@ -105,8 +106,9 @@ def test_a_run_that_fails_or_dies_leaves_nothing_that_counts(tmp_path, rows):
 
 def test_a_cache_that_cannot_be_written_costs_a_warning_and_not_the_run(tmp_path, rows):
     (tmp_path / "file").write_text("")
-    got, said = load(rows, tmp_path / "file" / "cache")
-    assert "warning: no token cache" in said and len(got.rows) == 20
+    for place in (tmp_path / "file" / "cache", "~nobody-of-this-name/cache"):  # as `~` for a user id without a name
+        got, said = load(rows, place)
+        assert f"warning: no token cache in {place}" in said and len(got.rows) == 20
 
 
 def test_a_full_disk_is_said(tmp_path, rows, monkeypatch):
@@ -151,12 +153,6 @@ def test_several_processes_give_the_rows_of_one(tmp_path, monkeypatch):
     assert content(got) == content(wanted) and replace(got, rows=None) == replace(wanted, rows=None)
 
 
-def die_on_77(row: int) -> str:
-    if row == 77 and multiprocessing.parent_process() is not None:
-        os._exit(1)
-    return str(row)
-
-
 def test_a_process_that_dies_costs_no_row():
     got = list(encode_all(range(1000), die_on_77, workers=2, alone_s=0))
     assert got == [(i, str(i)) for i in range(1000)]
@@ -198,3 +194,34 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path):
             threading.Event().wait(0.1)
         else:
             pytest.fail(f"process {pid} outlives its parent")
+
+
+def test_what_was_not_opened_for_long_is_removed_but_for_what_is_in_use(tmp_path, rows):
+    cache, old = tmp_path / "cache", time.time() - (KEEP_DAYS + 1) * 24 * 3600
+    kept, _ = load(rows, cache)  # opened again below
+    held, _ = load(rows, cache, max_rows=5)
+    load(rows, cache, max_rows=6)
+    entries = {len(np.load(facts.parent / "index.npy")[0]): facts.parent for facts in cache.glob("*/facts.json")}
+    (cache / "mine").mkdir()
+    for folder in (*entries.values(), cache / "mine"):
+        os.utime(folder, (old, old))
+    assert FOUND in load(rows, cache)[1]
+    with filelock.FileLock(cache / f"{entries[5].name}.lock", thread_local=False):
+        _, said = load(rows, cache, max_rows=7)
+    assert f"removed {entries[6]} from the cache: not opened for {KEEP_DAYS} days" in said
+    assert [n for n, folder in entries.items() if folder.exists()] == [20, 5] and (cache / "mine").exists()
+    load(rows, cache, max_rows=8)
+    assert not entries[5].exists()
+    assert len(content(held)) == 5 and len(content(kept)) == 20  # mapped already
+
+
+def test_a_table_in_memory_is_never_taken_from_the_cache(tmp_path, monkeypatch):
+    """It has no files to tell by whether it is the same."""
+    import datasets  # here: the processes that other tests start import this file as well
+
+    monkeypatch.setattr(datasets.config, "IN_MEMORY_MAX_SIZE", 1 << 30)
+    for name in ("a", "b"):
+        said_by = [{"role": "user", "content": "q"}, {"role": "assistant", "content": name}]
+        datasets.Dataset.from_list([{"messages": said_by}]).save_to_disk(tmp_path / name)
+    first, second = (content(load(tmp_path / name, tmp_path / "cache")[0]) for name in ("a", "b"))
+    assert first != second

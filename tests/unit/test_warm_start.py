@@ -150,3 +150,19 @@ def test_a_place_without_a_draft_is_refused_with_the_places_looked_in(tmp_path: 
     with pytest.raises(ConfigError) as caught:
         build(job_from(tmp_path, tmp_path / "nowhere"))
     assert "nowhere/model/consolidated" in caught.value.found
+
+
+def test_a_map_or_a_mask_slot_that_fits_no_draft_is_one_line(earlier: Path, tmp_path: Path) -> None:
+    """Target ids where offsets belong; three states of another width."""
+    file = earlier / "checkpoints/epoch_1_step_3/model/model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"d2t": tensors["d2t"] * 9}, file)
+    with pytest.raises(ConfigError, match="d2t, added to .*, not ascending within") as caught:
+        build(job_from(tmp_path, earlier))
+    assert "\n" not in str(caught.value)
+    save_file({name: tensor for name, tensor in tensors.items() if name != "d2t"}, file)
+    with pytest.raises(ConfigError, match="missing d2t"):
+        build(job_from(tmp_path, earlier))
+    save_file(tensors | {"mask_hidden": torch.zeros(1, 1, 5)}, file)
+    with pytest.raises(ConfigError, match=r"mask_hidden \[1, 1, 5\] instead of"):
+        build(job_from(tmp_path, earlier, kind=DraftKind.peagle, num_depths=2))

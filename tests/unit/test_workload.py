@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark asks, and that the answers come back in order."""
+"""What the benchmark asks: every form of row, subsets, and how many of each."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from pathlib import Path
 
 import datasets
 import pytest
-from launching import launch
 
-from nemo_automodel.components.datasets.rows import ChatRow
-from nemo_automodel.components.speculative.bench.workload import load_prompts, run_workload
-from nemo_automodel.errors import DataError, LaunchError
+from nemo_automodel.components.speculative.bench.workload import digest_prompts, load_prompts
+from nemo_automodel.errors import DataError
 
 
 def _rows(tmp_path: Path, *rows: dict) -> str:
@@ -62,21 +60,6 @@ def test_rows_with_nothing_to_ask_and_absent_files_are_errors(tmp_path: Path) ->
         load_prompts(str(tmp_path / "absent.jsonl"), 1)
 
 
-def test_answers_keep_the_order_of_the_prompts(tmp_path: Path) -> None:
-    chats = tuple(ChatRow(i, tuple(_turns(f"user:{i}"))) for i in range(12))
-    with launch(tmp_path, "good") as (client, _):
-        result = run_workload(client, chats, max_new_tokens=5, concurrency=4)
-    assert [answer.text for answer in result.answers] == [f"echo {i}" for i in range(12)]
-    assert result.output_tokens == 60
-    assert result.tokens_per_s == pytest.approx(60 / result.seconds)
-
-
-def test_a_server_that_fails_is_an_error_not_a_number(tmp_path: Path) -> None:
-    with launch(tmp_path, "fails_on_chat") as (client, _):
-        with pytest.raises(LaunchError, match="400 .*maximum context length"):
-            run_workload(client, (ChatRow(1, tuple(_turns("user:a"))),) * 3, max_new_tokens=5, concurrency=2)
-
-
 def test_the_field_of_the_turns_and_the_split_are_the_ones_asked_for(tmp_path: Path) -> None:
     path = _rows(tmp_path, {"messages": _turns("user:a"), "conversations": _turns("user:b")})
     assert load_prompts(path, 1, column="conversations")[0].messages[0]["content"] == "b"
@@ -87,16 +70,48 @@ def test_the_field_of_the_turns_and_the_split_are_the_ones_asked_for(tmp_path: P
         load_prompts(str(tmp_path / "set"), 1)
 
 
-def test_tools_and_template_arguments_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft was trained on prompts that had them: without them another prompt is measured."""
-    log, tool = tmp_path / "asked.jsonl", {"type": "function", "function": {"name": "f", "parameters": {}}}
-    monkeypatch.setenv("FAKE_SERVER_LOG", str(log))
-    path = _rows(tmp_path, {"messages": _turns("user:a"), "tools": [tool]}, {"messages": _turns("user:b")})
-    with launch(tmp_path, "good") as (client, _):
-        run_workload(
-            client, load_prompts(path, 2), max_new_tokens=5, concurrency=1, template_kwargs={"enable_thinking": False}
-        )
-    first, second = [body for line in log.read_text().splitlines() if "messages" in (body := json.loads(line))]
-    assert (first["tools"], first["tool_choice"]) == ([tool], "none")  # in the prompt, never answered with a call
-    assert "tools" not in second and "tool_choice" not in second
-    assert first["chat_template_kwargs"] == second["chat_template_kwargs"] == {"enable_thinking": False}
+def _subsets(prompts) -> list[str]:
+    return [f"{prompt.subset}:{prompt.messages[0]['content']}" for prompt in prompts]
+
+
+def test_questions_of_benchmarks_are_read_as_they_are(tmp_path: Path) -> None:
+    path = _rows(
+        tmp_path,
+        {"question_id": 81, "category": "writing", "turns": ["a", "b"]},
+        {"question": "q", "answer": "no"},
+        {"prompt": "p", "task": "sum"},
+        {"prompt": [*_turns("system:s", "user:u")], "category": "chat"},
+    )
+    first, second, third, fourth = load_prompts(path, 9)
+    assert (first.subset, list(first.messages), first.followups) == ("writing", _turns("user:a"), ("b",))
+    assert _subsets([second, third]) == [":q", "sum:p"] and second.followups == ()
+    assert (fourth.subset, list(fourth.messages)) == ("chat", _turns("system:s", "user:u"))
+
+
+def test_prompts_are_spread_over_the_subsets_of_a_file(tmp_path: Path) -> None:
+    rows = [{"category": "ab"[i // 4], "prompt": str(i)} for i in range(8)] + [{"category": "c", "prompt": "8"}]
+    assert _subsets(load_prompts(_rows(tmp_path, *rows), 5)) == ["a:0", "a:1", "b:4", "b:5", "c:8"]
+
+
+def test_several_files_are_subsets_by_their_names(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": name, "category": "x"}) + "\n")
+    one, two = str(tmp_path / "one.jsonl"), str(tmp_path / "two.jsonl")
+    assert _subsets(load_prompts((one, f"other={two}"), 2)) == ["one:one", "other:two"]
+    odd = tmp_path / "k=v.jsonl"
+    odd.write_text(json.dumps({"question": "odd"}) + "\n")
+    assert _subsets(load_prompts(str(odd), 2)) == [":odd"]  # an equals sign in a path is no name
+
+
+@pytest.mark.parametrize("row", [{"turns": "a"}, {"turns": ["a", 1]}, {"question": 3}])
+def test_a_question_that_is_no_text_is_named(tmp_path: Path, row: dict) -> None:
+    with pytest.raises(DataError, match="row 1"):
+        load_prompts(_rows(tmp_path, row), 1)
+
+
+def test_the_digest_follows_what_is_asked(tmp_path: Path) -> None:
+    digests = {
+        digest_prompts(load_prompts(_rows(tmp_path, row), 1))
+        for row in ({"turns": ["a", "b"]}, {"turns": ["a"]}, {"turns": ["a"], "category": "c"}, {"question": "a"})
+    }
+    assert len(digests) == 3  # the second and the fourth ask the same

@@ -27,7 +27,9 @@ class BadRows:
         self.count += 1
         self.remedy = self.remedy or remedy
         if len(self.named) < MAX_NAMED:
-            self.named.append(f"row {number}{f' ({place})' if place else ''}: {reason}")
+            line = " ".join(reason.split("\n"))
+            line = line.encode(errors="backslashreplace").decode()  # half a surrogate pair cannot be printed
+            self.named.append(f"row {number}{f' ({place})' if place else ''}: {line}")
 
     def refuse_early(self, read: int) -> None:
         """Call after each bad row, `read` rows into the source.

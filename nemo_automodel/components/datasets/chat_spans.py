@@ -110,8 +110,9 @@ class AssistantSpans:
         if last_index is not None:
             prompt = self.template.render(filled[:index], add_generation_prompt=True)
             _, found, rest = prompt.rpartition(sentinel(last_index))
-            if found:
-                return self._agreed(before, rest)
+            agreed = self._agreed(before, rest) if found else 0
+            if agreed or (found and not rest):
+                return agreed  # else the template closes its last turn in another way than earlier ones
         opening, header = self._opening, self._generation_prompt
         at = before.rfind(opening) if opening else -1
         return at + self._agreed(before[at:], header) if at >= 0 else len(before)

@@ -75,11 +75,11 @@ class ChatTemplate:
             spelled = _with_text_arguments(messages)
             if spelled is None:
                 raise _refused(error) from error
-        except (jinja2.TemplateError, ValueError) as error:
+        except Exception as error:  # a template is a program of others: it may raise anything
             raise _refused(error) from error
         try:
             return self._render_once(spelled, prompt, with_spans)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:
             raise _refused(error) from error
 
     def _render_once(self, messages: Messages, prompt: bool, with_spans: bool) -> tuple[str, tuple[Span, ...]]:
@@ -95,8 +95,14 @@ class ChatTemplate:
 
 
 def _refused(error: Exception) -> TemplateFault:
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return TemplateFault(
+            f"the target's chat template is broken (line {error.lineno}: {error})",
+            "mend chat_template.jinja, or chat_template in tokenizer_config.json, beside the target's tokenizer.json",
+        )
+    said = str(error) if isinstance(error, (jinja2.TemplateError, TypeError, ValueError)) else repr(error)
     return TemplateFault(
-        f"the chat template refuses it: {error}", "mend or delete these rows, or set data.chat_template_kwargs"
+        f"the chat template refuses it: {said}", "mend or delete these rows, or set data.chat_template_kwargs"
     )
 
 

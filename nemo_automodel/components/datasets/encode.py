@@ -57,6 +57,7 @@ class RowEncoder:
         """
         finder = AssistantSpans(ChatTemplate(self.tokenizer, row.tools, self.kwargs)) if row.tools else self._plain
         text, spans = finder(row.messages)
+        _check_text(text)
         if not self.mask_reasoning_content:
             return text, spans, ()
         hidden = reasoning_spans(text, spans)
@@ -91,6 +92,16 @@ class RowEncoder:
             return self.encode(row)
         except TemplateFault as fault:
             return BadRow(row.number, str(fault), fault.remedy, row.place)
+
+
+def _check_text(text: str) -> None:
+    """Raises TemplateFault when the text holds half of a surrogate pair: JSON can spell it, no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TemplateFault(
+            f"it holds half an emoji ({text[error.start : error.end]!r})", "mend or delete these rows"
+        ) from error
 
 
 def _first_token(encoded: Any, text: str, place: int) -> int:
@@ -155,6 +166,13 @@ def check_tokenizer(tokenizer: Any) -> None:
             f"the tokenizer of {name} has no chat template", where="target.path",
             remedy="put a chat_template.jinja beside the target's tokenizer.json",
         )  # fmt: skip
+    try:
+        tokenizer.get_chat_template()
+    except ValueError as error:  # templates under several names, and none of them is the default
+        raise DataError(
+            f"the tokenizer of {name} has chat templates ({', '.join(tokenizer.chat_template)}), but no default one",
+            where="target.path", remedy="put the one to use as chat_template.jinja beside the target's tokenizer.json",
+        ) from error  # fmt: skip
     if not tokenizer.is_fast:
         raise DataError(
             f"the tokenizer of {name} is a slow one: it reports no character offsets", where="target.path",

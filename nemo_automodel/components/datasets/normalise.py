@@ -21,6 +21,8 @@ PAIRS = (
     ("question", "answer"), ("query", "response"),
 )  # fmt: skip
 SYSTEM_FIELDS = ("system", "system_prompt")
+# Parts of a message in OpenAI's form; only text can be trained on.
+PART_TYPES = ("text", "image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file")
 
 Messages = tuple[Mapping[str, Any], ...]
 
@@ -80,14 +82,15 @@ def _turn(turn: Any, index: int) -> dict[str, Any]:
     speaker = turn.get("role", turn.get("from"))
     if not isinstance(speaker, str) or ("role" not in turn and "value" not in turn and "content" not in turn):
         raise ValueError(f"turn {index} has neither role/content nor from/value")
-    role = ROLES.get(speaker.lower(), speaker if "role" in turn else None)
+    role = ROLES.get(speaker.strip().lower(), speaker if "role" in turn else None)
     if role is None:
         raise ValueError(f"turn {index} is from {speaker!r}, known are {', '.join(ROLES)}")
     rest = {key: value for key, value in turn.items() if key not in ("from", "value", "role", "content")}
     content = turn.get("content", turn.get("value", ""))
-    if speaker.lower() in CALL_ROLES:
+    if speaker.strip().lower() in CALL_ROLES:
         rest["tool_calls"], content = _parsed(content, f"turn {index}"), ""
-    made = {"role": role, "content": _text_of(content, index), **rest}
+    text = _answer_of(content, index) if role == "tool" else _text_of(content, index)
+    made = {"role": role, "content": text, **rest}
     if "tool_calls" in made:
         made["tool_calls"] = _calls(made["tool_calls"], index)
         if not made["tool_calls"]:  # an empty list means none; some templates ask only whether the key is there
@@ -148,6 +151,15 @@ def _text_of(content: Any, index: int) -> str:
     if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         return "".join(part["text"] for part in parts)
     raise ValueError(f"the content of turn {index} is not text")
+
+
+def _answer_of(content: Any, index: int) -> str:
+    """What a tool answered: as `_text_of`; an object, a number and their like as JSON text, media refused."""
+    items = content if isinstance(content, (list, tuple)) else [content]
+    parts = [item for item in items if isinstance(item, Mapping) and item.get("type") in PART_TYPES]
+    if isinstance(content, str) or parts or not items:
+        return _text_of(content, index)
+    return json.dumps(content, ensure_ascii=False, default=str)  # str: dates of Parquet
 
 
 def _tools(tools: Any) -> Messages:

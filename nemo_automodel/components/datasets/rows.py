@@ -90,6 +90,6 @@ def rows_of(records: Iterable[Record], column: str | None, max_rows: int | None)
     for number, record in enumerate(islice(records, max_rows), start=1):
         try:
             row: ChatRow | BadRow = normalise_row(record.value, number, column, record.place)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             row = BadRow(number, str(error), place=record.place)
         yield row

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import zlib
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class FileSource:
             try:
                 for number, value in _read_file(path):
                     yield Record(value, f"{path.name}:{number}")
-            except (OSError, EOFError, ValueError, zlib.error) as error:  # pyarrow's ArrowInvalid is a ValueError
+            except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:  # ArrowInvalid is a ValueError
                 raise DataError(
                     f"cannot read {path}: {error}", where=self.where,
                     remedy=f"check the file, or set {self.where}=PATH to another one",
@@ -79,15 +80,15 @@ def open_source(path: str, split: str, where: str) -> FileSource | TableSource:
     Raises:
         DataError: nothing readable at `path`.
     """
-    local = Path(path).expanduser()
-    if local.is_file():
+    local = Path(os.path.expanduser(path))  # a user that is not there is left as it is
+    if os.path.isfile(local):  # pathlib's raises for a name that is too long
         if not local.name.endswith(FILE_SUFFIXES):
             raise DataError(
                 f"cannot read {local}: the name ends in none of {', '.join(FILE_SUFFIXES)}", where=where,
                 remedy=f"set {where}=PATH to a file of such a name",
             )  # fmt: skip
         return FileSource((local,), where)
-    if local.is_dir():
+    if path and os.path.isdir(local):
         if (local / "state.json").exists() or (local / "dataset_dict.json").exists():  # `save_to_disk`
             return TableSource(_from_disk(local, split, where))
         return FileSource(_shards(local, split, where), where)
@@ -113,6 +114,8 @@ def _shards(folder: Path, split: str, where: str) -> tuple[Path, ...]:
     if not any(splits.values()):
         return tuple(files)
     chosen = tuple(path for path in files if splits[path] == split)
+    if not chosen and split == "train":  # `part-1.jsonl` and `dev.jsonl`: what is not held out is for training
+        chosen = tuple(path for path in files if splits[path] is None)
     if not chosen:
         found = ", ".join(sorted({s for s in splits.values() if s}))
         key = "data.validation_split" if where == "data.validation" else "data.split"
@@ -150,6 +153,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, Unreadable(f"line {number} is not JSON ({error.msg} at column {error.colno})")
             except UnicodeDecodeError:
                 yield number, Unreadable(f"line {number} is not UTF-8 text")
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
+                yield number, Unreadable(f"line {number} cannot be read ({error})")
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
@@ -180,6 +185,8 @@ def _from_disk(folder: Path, split: str, where: str) -> Any:
 
     try:
         found = datasets.load_from_disk(str(folder))
+        if isinstance(found, datasets.DatasetDict) and split not in found:
+            raise ValueError(f"it has {', '.join(found)}")
         return found[split] if isinstance(found, datasets.DatasetDict) else found
     except Exception as error:  # the library raises over a dozen unrelated types
         raise _not_loaded(f"the data set folder {folder}", split, where, error) from error

@@ -3,7 +3,8 @@
 
 One folder per digest under `data.cache_dir`: `ids.bin` (int32) and `masks.bin` (bool), which are mapped and not read
 in, `index.npy` (lengths and numbers), and `facts.json`, written last. A folder appears by one rename, under a lock, so
-that two runs tokenise once; what does not match its own digests is made anew. Any of it can be deleted at any time.
+that two runs tokenise once; what does not match its own digests is made anew. What no run has opened for KEEP_DAYS is
+removed when something new is cached. Any of it can be deleted at any time: an open run keeps what it has mapped.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +33,8 @@ from nemo_automodel.files import fsync_dir, sha256_file, write_json
 NO_CACHE = "none"
 DIR_VARIABLE = "TRAIN_THEN_SERVE_TOKENS"  # else DEFAULT_DIR
 DEFAULT_DIR = "~/.cache/train-then-serve/tokens"
+KEEP_DAYS = 30  # without being opened
+KEY_LENGTH = 32  # of a folder's name
 REPORT_ROWS = 5000  # a line of progress per so many encoded rows
 # The modules that decide what a row becomes.
 CODE = ("sources", "normalise", "rows", "chat_template", "chat_spans", "reasoning", "encode", "encoded_rows")
@@ -68,10 +72,11 @@ def load_or_encode(
             on_row=lambda n: say(f"{wanted.where}: {n} rows read") if n % REPORT_ROWS == 0 else None,
         )  # fmt: skip
 
-    if cache_dir == NO_CACHE:
+    if cache_dir == NO_CACHE or not source.files:  # a table in memory: nothing to tell by whether it has changed
         return encode()
-    root = Path(cache_dir or os.environ.get(DIR_VARIABLE) or DEFAULT_DIR).expanduser()
+    place = cache_dir or os.environ.get(DIR_VARIABLE) or DEFAULT_DIR
     try:
+        root = Path(place).expanduser()
         root.mkdir(parents=True, exist_ok=True)
         digests = SourceDigests(root / "sources.json")
         key = key_of(wanted, encoder, [digests.of(path) for path in source.files])
@@ -79,8 +84,9 @@ def load_or_encode(
         if not _acquire_at_once(lock):
             say(f"{wanted.where}: waiting for another run that tokenises the same rows ({lock.lock_file})")
             lock.acquire()
-    except OSError as error:
-        say(f"warning: no token cache in {root} ({error.strerror or error}); data.cache_dir=PATH moves it")
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home, a file system without locks
+        reason = getattr(error, "strerror", None) or error
+        say(f"warning: no token cache in {place} ({reason}); data.cache_dir=PATH moves it")
         return encode()
     try:
         return _open_or_build(root / key, encode, wanted.where, say)
@@ -113,7 +119,7 @@ def key_of(wanted: RowsWanted, encoder: RowEncoder, files: list[str]) -> str:
         "code": [sha256_file(Path(__file__).parent / f"{name}.py") for name in CODE],
         "libraries": {name: version(name) for name in LIBRARIES},
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:KEY_LENGTH]
 
 
 class SourceDigests:
@@ -144,6 +150,7 @@ def _open_or_build(folder: Path, encode: Callable[..., EncodedSet], where: str, 
     if folder.exists():
         try:
             found = _read(folder)
+            os.utime(folder)  # for `remove_unused`
             say(f"{where}: tokens from the cache {folder}")
             return found
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -166,7 +173,29 @@ def _open_or_build(folder: Path, encode: Callable[..., EncodedSet], where: str, 
     found = _read(folder)
     size = sum(file.stat().st_size for file in folder.iterdir())
     say(f"{where}: tokens cached in {folder} ({size / 1e6:.1f} MB)")
+    for gone in remove_unused(folder.parent):
+        say(f"{where}: removed {gone} from the cache: not opened for {KEEP_DAYS} days")
     return found
+
+
+def remove_unused(root: Path) -> list[Path]:
+    """Remove the folders of the cache that no run has opened for KEEP_DAYS, but for those being opened just now."""
+    removed = []
+    for folder in [facts.parent for facts in root.glob("[0-9a-f]" * KEY_LENGTH + "/facts.json")]:
+        lock = filelock.FileLock(root / f"{folder.name}.lock")
+        if _is_unused(folder) and _acquire_at_once(lock):
+            if _is_unused(folder):  # still: nobody opened it meanwhile
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
+            lock.release()
+    return removed
+
+
+def _is_unused(folder: Path) -> bool:
+    try:
+        return time.time() - folder.stat().st_mtime > KEEP_DAYS * 24 * 3600
+    except OSError:  # another run has just removed it
+        return False
 
 
 def _write(folder: Path, encode: Callable[..., EncodedSet]) -> None:

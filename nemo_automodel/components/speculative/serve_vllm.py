@@ -27,6 +27,7 @@ from nemo_automodel.components.speculative.serve.report import Report
 from nemo_automodel.components.speculative.serve.secret_names import refuse_secret_words
 from nemo_automodel.components.speculative.serve.types import Engine, ServeSpec, SharedTensors
 from nemo_automodel.errors import ConfigError, Interrupted, UserError
+from nemo_automodel.files import expand_user
 
 PROG = "python -m nemo_automodel.components.speculative.serve_vllm"
 
@@ -131,8 +132,8 @@ def run_convert(words: Sequence[str]) -> int:
     parser.add_argument("--draft", required=True, help="folder with config.json and *.bin")
     parser.add_argument("--out", help="new folder (default: <draft>-safetensors beside it)")
     args = parser.parse_args(words)
-    draft = Path(args.draft).expanduser().absolute()
-    print(convert_bin(draft, Path(args.out).expanduser().absolute() if args.out else None), flush=True)
+    draft = expand_user(args.draft).absolute()
+    print(convert_bin(draft, expand_user(args.out).absolute() if args.out else None), flush=True)
     return 0
 
 
@@ -178,7 +179,7 @@ def spec_from_args(args: argparse.Namespace, extra: Sequence[str]) -> ServeSpec:
         gpu_memory_utilization=args.gpu_memory_utilization,
         max_model_len=args.max_model_len,
         trust_remote_code=args.trust_remote_code,
-        export_dir=args.export_dir and str(Path(args.export_dir).expanduser().absolute()),
+        export_dir=args.export_dir and str(expand_user(args.export_dir).absolute()),
         export_shared=SharedTensors(args.export_shared),
         vllm_version=args.vllm_version,
         engine=Engine(args.engine),
@@ -215,6 +216,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {as_flags(str(error))}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # a disk, a closed pipe: nothing that a traceback would explain
+        print(f"error: {error} [{error.filename or 'this machine'}] -> see the reason, then run again", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return Interrupted.exit_code
 

@@ -24,6 +24,7 @@ from nemo_automodel.components.speculative.run_lock import claim_folder
 from nemo_automodel.components.speculative.serve.secret_names import refuse_secret_config
 from nemo_automodel.config.schema import AppConfig
 from nemo_automodel.errors import ConfigError, UserError
+from nemo_automodel.files import expand_user
 
 _GLOB = re.compile(r"^(serve\.checkpoint)=glob\((.*)\)$", re.DOTALL)
 
@@ -114,7 +115,7 @@ def _expand(argument: str, base_dir: Path) -> str:
     if not match:
         return argument
     key, pattern = match.group(1), match.group(2).strip().strip("'\"")
-    found = sorted(glob.glob(str(base_dir / Path(pattern).expanduser())), key=_natural)
+    found = sorted(glob.glob(str(base_dir / expand_user(pattern))), key=_natural)
     folders = [path for path in found if Path(path).is_dir() and Path(path).name not in ("LATEST", "BEST")]
     if not folders:
         raise ConfigError("no folder matches", where=argument, remedy=f"see what is there: ls -d {pattern}")

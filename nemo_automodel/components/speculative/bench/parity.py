@@ -7,24 +7,35 @@ cost less than 0.2. In float32 the counts must be identical; in bfloat16 each po
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Callable, Iterator, Mapping
 
 from nemo_automodel.components.datasets.rows import ChatRow
+from nemo_automodel.components.speculative.bench.diagnose import (
+    TOLERANCE,
+    Cause,
+    Diagnosis,
+    compare_folders,
+    judge_counts,
+)
 from nemo_automodel.components.speculative.bench.metrics import acceptance_length, per_position
+from nemo_automodel.components.speculative.serve.causes import find_cause
 from nemo_automodel.components.speculative.serve.counters import SpecDecodeCounters
-from nemo_automodel.components.speculative.serve.process import find_cause
+from nemo_automodel.components.speculative.serve.export import write_weights
+from nemo_automodel.components.speculative.serve.export_plan import CONFIG, WEIGHTS, ExportPlan
 from nemo_automodel.components.speculative.serve.types import Fixups
 from nemo_automodel.errors import LaunchError
 from nemo_automodel.files import read_json, write_atomic, write_json
 
-TOLERANCE = 0.02  # per position in bfloat16; 0.012 was the most seen
 REFERENCE = "nemo_automodel.components.speculative.bench.reference"
-WHERE_TO_LOOK = "look at the aux layer ids, rope, mask token, vocabulary map (d2t) and missing tensors of the draft"
+PARITY_JOB, PARITY_PROMPTS = "parity_job.json", "parity_prompts.jsonl"
+HYPOTHESES = "nemo_automodel.components.speculative.bench.hypotheses"
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,8 @@ class Prediction:
     dtype: str  # "float32" or "bfloat16"
     max_difference: float  # largest |predicted - served| over positions
     agrees: bool  # float32: counts identical; bfloat16: max_difference <= TOLERANCE
+    export_differences: tuple[Cause, ...] = ()  # between the served folder and an export made anew
+    diagnosis: Diagnosis | None = None  # when they part
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,7 @@ def reference_dtype(dtype: str) -> str:
 def unpredictable(fixups: Fixups) -> str | None:
     """The form of this draft when the reference decoder does not know it."""
     names = set(fixups.renames.values()) | set(fixups.copies)
-    forms = {"fc_norm": "fc_norm", "input_norm.": "norm_before_fc", ".bias": "attention_bias"}
+    forms = {"input_norm.": "norm_before_fc", ".bias": "attention_bias"}
     for part, form in forms.items():
         if any(part in name for name in names):
             return f"drafts with {form}"
@@ -76,8 +89,7 @@ def predict(job: ParityJob) -> SpecDecodeCounters:
     Raises:
         LaunchError: it failed; the telling line of its output is given.
     """
-    prompts, spec, out = (job.job_dir / f"parity_{name}" for name in ("prompts.jsonl", "job.json", "out.json"))
-    log = job.job_dir / "parity.log"
+    prompts, spec = job.job_dir / PARITY_PROMPTS, job.job_dir / PARITY_JOB
     write_atomic(prompts, "".join(json.dumps(_row(row), ensure_ascii=False) + "\n" for row in job.prompts))
     write_json(
         spec,
@@ -93,8 +105,25 @@ def predict(job: ParityJob) -> SpecDecodeCounters:
             "chat_template_kwargs": dict(job.template_kwargs),
         },
     )
+    result = _run(REFERENCE, job.job_dir, "parity")
+    accepted, drafts = tuple(result["accepted_per_position"]), result["num_drafts"]
+    return SpecDecodeCounters(drafts, drafts * len(accepted), sum(accepted), accepted)
+
+
+def diagnose(job_dir: Path, served: SpecDecodeCounters, dtype: str) -> Diagnosis:
+    """Search for what gives the served counts; `predict` has left its job in `job_dir`.
+
+    Raises:
+        LaunchError: the search failed; the telling line of its output is given.
+    """
+    return judge_counts(_run(HYPOTHESES, job_dir, "hypotheses")["tried"], served, dtype)
+
+
+def _run(module: str, job_dir: Path, name: str) -> dict[str, Any]:
+    """`module` on parity_job.json; its answer."""
+    out, log = job_dir / f"{name}_out.json", job_dir / f"{name}.log"
     with log.open("wb") as sink:
-        argv = [sys.executable, "-m", REFERENCE, "--job", str(spec), "--out", str(out)]
+        argv = [sys.executable, "-m", module, "--job", str(job_dir / PARITY_JOB), "--out", str(out)]
         code = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, check=False).returncode
     if code != 0:
         raise LaunchError(
@@ -102,9 +131,42 @@ def predict(job: ParityJob) -> SpecDecodeCounters:
             where="serve.benchmark.parity",
             remedy=f"see {log}, or serve.benchmark.parity=false",
         )
-    result = read_json(out)
-    accepted, drafts = tuple(result["accepted_per_position"]), result["num_drafts"]
-    return SpecDecodeCounters(drafts, drafts * len(accepted), sum(accepted), accepted)
+    return read_json(out)
+
+
+@contextlib.contextmanager
+def anew(plan: ExportPlan, job_dir: Path) -> Iterator[Path]:
+    """The export that the checkpoint makes today, for as long as the block lasts: what is served is judged by it,
+    never by itself."""
+    folder = job_dir / "parity_export"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        write_weights(plan, folder / WEIGHTS)
+        write_json(folder / CONFIG, dict(plan.config))
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def examine_served(
+    job: ParityJob, plan: ExportPlan, folder: Path, served: SpecDecodeCounters, say: Callable[[str], None]
+) -> Prediction:
+    """Predict from the checkpoint, compare with what `folder` did when it was served, and search when they part.
+
+    Raises:
+        LaunchError: the reference decoder or the search failed.
+    """
+    with anew(plan, job.job_dir) as fresh:
+        differences = compare_folders(fresh, folder)
+        prediction = compare(predict(replace(job, draft=fresh)), served, job.dtype)
+        diagnosis = None
+        if not prediction.agrees:
+            say(f"warning: served and predicted acceptance differ by {prediction.max_difference:.3f}: looking for why")
+            diagnosis = diagnose(job.job_dir, served, job.dtype)
+            say(f"warning: {diagnosis.sentence()}")
+    for cause in differences:
+        say(f"warning: the served export is not what the checkpoint gives: {cause.what}")
+    return replace(prediction, export_differences=differences, diagnosis=diagnosis)
 
 
 def _row(row: ChatRow) -> dict[str, Any]:

@@ -7,43 +7,44 @@ import os
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Mapping
 
 from nemo_automodel.components.datasets.rows import ChatRow
-from nemo_automodel.components.speculative.bench.metrics import (
-    acceptance_length,
-    acceptance_rate,
-    per_position,
-    tokens_per_step_overall,
-    useful_tokens_per_step,
-)
+from nemo_automodel.components.speculative.bench.asking import LevelRun, run_level, warm_up
+from nemo_automodel.components.speculative.bench.gpu_sets import VISIBLE, gpu_set
 from nemo_automodel.components.speculative.bench.parity import (
-    WHERE_TO_LOOK,
     ParityJob,
     Prediction,
-    compare,
-    predict,
+    examine_served,
     reference_dtype,
     unpredictable,
 )
-from nemo_automodel.components.speculative.bench.workload import (
-    WHERE,
-    WorkloadResult,
-    ask,
-    load_prompts,
-    run_workload,
+from nemo_automodel.components.speculative.bench.result import BenchmarkResult, Measured, build_result, check_gate
+from nemo_automodel.components.speculative.bench.sharing import (
+    digest,
+    finished_before,
+    read_answers,
+    shared_place,
+    write_answers,
 )
+from nemo_automodel.components.speculative.bench.streaming import Asking
+from nemo_automodel.components.speculative.bench.workload import WHERE, Prompt, digest_prompts, load_prompts
+from nemo_automodel.components.speculative.serve.causes import find_cause
 from nemo_automodel.components.speculative.serve.client import ServerClient
 from nemo_automodel.components.speculative.serve.command import build_baseline_command, build_command
-from nemo_automodel.components.speculative.serve.counters import SpecDecodeCounters
+from nemo_automodel.components.speculative.serve.export_plan import ExportPlan
 from nemo_automodel.components.speculative.serve.launch import running_server, stopping_servers
 from nemo_automodel.components.speculative.serve.port import find_port
+from nemo_automodel.components.speculative.serve.process import LogFile
 from nemo_automodel.components.speculative.serve.types import Exported, Fixups, LaunchCommand, ServerInfo, ServeSpec
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
-from nemo_automodel.errors import ConfigError, GateError
+from nemo_automodel.errors import ConfigError, LaunchError
 
-SETTLE_S = 5.0  # the server writes its counters after the last answer has been sent
+__all__ = ["BenchmarkJob", "BenchmarkResult", "check_gate", "run_benchmark"]
+
+DEATH_S = 3.0  # a dying server's last words may come after its last answer
 Say = Callable[[str], None]
+OnServer = Callable[[LaunchCommand, ServerInfo], None]
 
 
 @dataclass(frozen=True)
@@ -52,53 +53,44 @@ class BenchmarkJob:
 
     spec: ServeSpec
     fixups: Fixups
-    exported: Exported
+    exported: Exported | None  # None: no speculation (K = 0)
     release: VllmRelease
     job_dir: Path
+    vllm: str | None = None  # installed version
+    export_plan: ExportPlan | None = None  # how the export is made: parity makes it anew
+    sweep_dir: Path | None = None  # where the jobs of a sweep share a baseline
 
 
 @dataclass(frozen=True)
-class BenchmarkResult:
-    """What was measured. Lengths in tokens per verification step, rates in tokens/s; None: not asked for."""
+class _Run:
+    """A job with what it asks."""
 
-    acceptance_length: float  # 1 + accepted / drafts, vLLM's counters
-    acceptance_rate: float  # accepted / drafted tokens
-    acceptance_per_position: tuple[float, ...]  # [K], accepted at position / drafts
-    num_drafts: int
-    useful_tokens_per_step: float  # returned tokens only; below acceptance_length on short answers
-    tokens_per_s: float
-    baseline_tokens_per_s: float | None
-    speedup: float | None
-    prompts: int
-    output_tokens: int
-    k: int
-    text_equal: int | None  # prompts whose text equals the baseline's
-    ngram_acceptance_length: float | None  # over the steps in which it proposed anything, as vLLM counts
-    ngram_tokens_per_step: float | None  # over all steps: compare this with useful_tokens_per_step
-    ngram_tokens_per_s: float | None
-    predicted: Prediction | None
+    job: BenchmarkJob
+    prompts: tuple[Prompt, ...]
+    prompts_digest: str
+    say: Say
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, keys as in design section 3."""
-        return asdict(self)
+    @property
+    def asking(self) -> Asking:
+        bench = self.job.spec.benchmark
+        return Asking(bench.max_new_tokens, bench.temperature, bench.stream, bench.stall_s, bench.chat_template_kwargs)
 
-
-@dataclass(frozen=True)
-class _Measured:
-    work: WorkloadResult
-    counters: SpecDecodeCounters | None
+    def digest(self, kind: str, **more: Any) -> str:
+        job = self.job
+        return digest(_command(job, kind, 0), job.spec.benchmark, self.prompts_digest, kind=kind, vllm=job.vllm, **more)
 
 
 def run_benchmark(
     job: BenchmarkJob,
     *,
     say: Say,
-    on_server: Callable[[LaunchCommand, ServerInfo], None],
+    on_server: OnServer,
     on_result: Callable[[BenchmarkResult], None],
 ) -> BenchmarkResult:
     """Measure. One server at a time; each is gone before the next starts.
 
-    `on_server` is told of the speculative server; `on_result` of what was measured, before the reference decoder runs.
+    `on_server` is told of the server that is judged (the baseline's, with K = 0); `on_result` of what was measured,
+    before the reference decoder runs. What `job_dir` holds already is not measured again (`serve.benchmark.rerun`).
 
     Raises:
         ConfigError: no prompts are named.
@@ -112,27 +104,43 @@ def run_benchmark(
             "no prompts to ask", where=WHERE, remedy=f"add {WHERE}=rows.jsonl, or data.validation=rows.jsonl"
         )
     prompts = load_prompts(bench.prompts, bench.num_prompts, split=bench.split, column=bench.column)
-    with stopping_servers():
-        served = _measure(job, "speculative", prompts, say, on_server)
-        baseline = _measure(job, "baseline", prompts, say) if bench.baseline else None
-        ngram = _measure(job, "ngram", prompts, say) if bench.ngram else None
-        result = _result(job, served, baseline, ngram)
-        on_result(result)
-        return replace(result, predicted=_predict(job, prompts, served.counters, say)) if bench.parity else result
+    run = _Run(job, prompts, digest_prompts(prompts), say)
+    kind = "baseline" if job.exported is None else "speculative"
+    wanted = {"baseline": bench.baseline, "ngram": bench.ngram, "parity": bench.parity}
+    spec_digest = run.digest(kind, export=job.exported and job.exported.digest, **wanted)
+    if not bench.rerun and (done := finished_before(job.job_dir, spec_digest)):
+        say("measured before, nothing has changed: the result is kept (serve.benchmark.rerun=true measures again)")
+        result, server = done
+        on_server(_command(job, kind, int(server["url"].rpartition(":")[2])), ServerInfo(**server))
+        return result
+    with stopping_servers(), gpu_set(bench.gpu_sets, job.sweep_dir, say) as gpus:
+        if gpus is not None:
+            run = replace(run, job=replace(job, spec=replace(job.spec, env={**job.spec.env, VISIBLE: gpus})))
+        return _measure_all(run, kind, spec_digest, on_server, on_result)
 
 
-def check_gate(result: BenchmarkResult, minimum: float | None) -> None:
-    """Hold the measured acceptance length against the gate.
-
-    Raises:
-        GateError: it is below (exit code 3).
-    """
-    if minimum is not None and result.acceptance_length < minimum:
-        raise GateError(
-            f"acceptance length {result.acceptance_length:.3f} is below {minimum}",
-            where="serve.benchmark.min_acceptance_length",
-            remedy="train longer or on more data, or lower the gate",
-        )
+def _measure_all(
+    run: _Run, kind: str, spec_digest: str, on_server: OnServer, on_result: Callable[[BenchmarkResult], None]
+) -> BenchmarkResult:
+    job, bench, k = run.job, run.job.spec.benchmark, run.job.fixups.num_speculative_tokens
+    if kind == "baseline":
+        served, k = _shared(run, kind, on_server), 0
+        baseline = served
+    else:
+        served = _measure(run, kind, run.digest(kind), job.job_dir, on_server)
+        baseline = _shared(run, "baseline") if bench.baseline else None
+    ngram = _shared(run, "ngram") if bench.ngram and k else None
+    result = build_result(
+        served,
+        baseline,
+        ngram,
+        k=k,
+        temperature=bench.temperature,
+        spec_digest=spec_digest,
+        baseline_digest=run.digest("baseline") if baseline else "",
+    )
+    on_result(result)
+    return replace(result, predicted=_predict(run, served.first)) if bench.parity and k else result
 
 
 def _command(job: BenchmarkJob, kind: str, port: int) -> LaunchCommand:
@@ -149,103 +157,101 @@ def _command(job: BenchmarkJob, kind: str, port: int) -> LaunchCommand:
     )
 
 
+def _shared(run: _Run, kind: str, on_server: OnServer | None = None) -> Measured:
+    """A server that does not depend on the draft: in a sweep, the first job measures it for all that can share it."""
+    job, same = run.job, run.digest(kind)
+    if job.sweep_dir is None:
+        return _measure(run, kind, same, job.job_dir, on_server)
+    with shared_place(job.sweep_dir, kind, same, run.say) as path:
+        if not (found := read_answers(path, same)):
+            return _measure(run, kind, same, job.job_dir, on_server, path)
+    measured, server = found
+    run.say(f"{kind}: {measured.first.tokens_per_s:.1f} tokens/s, measured by another job of this sweep ({path})")
+    if on_server:
+        info = ServerInfo(**server)
+        on_server(_command(job, kind, int(info.url.rpartition(":")[2])), info)
+    return measured
+
+
 def _measure(
-    job: BenchmarkJob,
-    kind: str,
-    prompts: tuple[ChatRow, ...],
-    say: Say,
-    on_server: Callable[[LaunchCommand, ServerInfo], None] | None = None,
-) -> _Measured:
+    run: _Run, kind: str, same: str, folder: Path, on_server: OnServer | None = None, answers: Path | None = None
+) -> Measured:
+    job, say = run.job, run.say
     spec, bench = job.spec, job.spec.benchmark
     port = find_port(spec.host, spec.port)
     command = _command(job, kind, port)
-    log = job.job_dir / f"server_{kind}.log"
-    speculative = kind == "speculative"
-    say(f"{kind}: {len(prompts)} prompts, at most {bench.max_new_tokens} tokens each, {bench.concurrency} at once")
-    with running_server(command, host=spec.host, port=port, log=log, speculative=speculative, say=say) as (
+    log = folder / f"server_{kind}.log"
+    levels = ", ".join(map(str, bench.concurrency))
+    say(f"{kind}: {len(run.prompts)} prompts, at most {bench.max_new_tokens} tokens each, {levels} at once")
+    with running_server(command, host=spec.host, port=port, log=log, speculative=kind == "speculative", say=say) as (
         client,
         info,
     ):
         if on_server:
             on_server(command, info)
-        ask(client, prompts[0], bench.max_new_tokens, bench.chat_template_kwargs)  # warm-up, not counted
-        before = _settled_counters(client)
-        work = run_workload(
-            client,
-            prompts,
-            max_new_tokens=bench.max_new_tokens,
-            concurrency=bench.concurrency,
-            template_kwargs=bench.chat_template_kwargs,
-        )
-        after = _settled_counters(client)
-    say(f"{kind}: {work.output_tokens} tokens in {work.seconds:.1f} s, {work.tokens_per_s:.1f} tokens/s")
-    return _Measured(work, after - before if before and after else after)
+        try:
+            measured = Measured(tuple(_level(run, kind, client, level) for level in bench.concurrency))
+        except LaunchError as error:
+            raise _explained(error, client, log) from error
+    write_answers(answers or folder / f"answers_{kind}.json", kind, measured, same, asdict(info))
+    return measured
 
 
-def _settled_counters(client: ServerClient) -> SpecDecodeCounters | None:
-    """The counters once two readings in a row agree."""
-    deadline = time.monotonic() + SETTLE_S
-    last = client.counters()
-    while time.monotonic() < deadline:
-        time.sleep(0.1)
-        now = client.counters()
-        if now == last:
-            break
-        last = now
-    return last
+def _level(run: _Run, kind: str, client: ServerClient, concurrency: int) -> LevelRun:
+    warm_up(client, run.prompts, run.asking, concurrency)
+    done = run_level(client, run.prompts, run.asking, concurrency=concurrency, counting=kind != "baseline")
+    run.say(
+        f"{kind}: {done.tokens} tokens in {done.seconds:.1f} s, {done.tokens_per_s:.1f} tokens/s, {concurrency} at once"
+    )
+    return done
 
 
-def _predict(
-    job: BenchmarkJob, prompts: tuple[ChatRow, ...], served: SpecDecodeCounters, say: Say
-) -> Prediction | None:
+def _explained(error: LaunchError, client: ServerClient, log: Path) -> LaunchError:
+    """The same error, with the server's own last words when it has died."""
+    deadline = time.monotonic() + DEATH_S
+    with ServerClient(client.url, client.model) as probe:  # the first one may be closed
+        while alive := probe.healthy():
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+    if alive:
+        return error
+    cause = find_cause(LogFile(log).tail())
+    return LaunchError(f"the server died in mid-benchmark: {cause}", where="serve.benchmark", remedy=f"see {log}")
+
+
+def asked_rows(prompts: tuple[Prompt, ...], served: LevelRun) -> tuple[ChatRow, ...]:
+    """Every request as it was made: later turns follow the answers that the server gave."""
+    rows = []
+    for prompt, conversation in zip(prompts, served.conversations, strict=True):
+        messages: tuple[Mapping[str, Any], ...] = prompt.row.messages
+        rows.append(prompt.row)
+        for turn, answer in zip(prompt.followups, conversation.answers):
+            said = {"role": "assistant", "content": answer.text}
+            messages = (*messages, said, {"role": "user", "content": turn})
+            rows.append(replace(prompt.row, messages=messages))
+    return tuple(rows)
+
+
+def _predict(run: _Run, served: LevelRun) -> Prediction | None:
+    job, bench = run.job, run.job.spec.benchmark
+    why = "text is drawn at random" if bench.temperature > 0 else None
     if form := unpredictable(job.fixups):
-        say(f"warning: nothing is predicted: the reference decoder does not know {form}")
+        why = f"the reference decoder does not know {form}"
+    if why:
+        run.say(f"warning: nothing is predicted: {why}")
         return None
     dtype = reference_dtype(job.spec.dtype)
-    say(f"reference decoder: the same prompts in {dtype}")
+    run.say(f"reference decoder: the same prompts in {dtype}")
     parity = ParityJob(
         job_dir=job.job_dir,
         target=job.spec.target,
         draft=job.exported.dir,
-        prompts=prompts,
-        max_new_tokens=job.spec.benchmark.max_new_tokens,
+        prompts=asked_rows(run.prompts, served),
+        max_new_tokens=bench.max_new_tokens,
         num_speculative_tokens=job.fixups.num_speculative_tokens,
         dtype=dtype,
         trust_remote_code=job.spec.trust_remote_code,
-        template_kwargs=job.spec.benchmark.chat_template_kwargs,
+        template_kwargs=bench.chat_template_kwargs,
     )
-    prediction = compare(predict(parity), served, dtype)
-    if not prediction.agrees:
-        say(f"warning: served and predicted acceptance differ by {prediction.max_difference:.3f}: {WHERE_TO_LOOK}")
-    return prediction
-
-
-def _result(
-    job: BenchmarkJob, served: _Measured, baseline: _Measured | None, ngram: _Measured | None
-) -> BenchmarkResult:
-    counters, work = served.counters, served.work
-    same = baseline and sum(a.text == b.text for a, b in zip(work.answers, baseline.work.answers, strict=True))
-    return BenchmarkResult(
-        acceptance_length=acceptance_length(counters),
-        acceptance_rate=acceptance_rate(counters),
-        acceptance_per_position=per_position(counters),
-        num_drafts=counters.num_drafts,
-        useful_tokens_per_step=useful_tokens_per_step(counters, work.output_tokens, len(work.answers)),
-        tokens_per_s=work.tokens_per_s,
-        baseline_tokens_per_s=baseline.work.tokens_per_s if baseline else None,
-        speedup=work.tokens_per_s / baseline.work.tokens_per_s if baseline else None,
-        prompts=len(work.answers),
-        output_tokens=work.output_tokens,
-        k=job.fixups.num_speculative_tokens,
-        text_equal=same,
-        ngram_acceptance_length=acceptance_length(ngram.counters) if ngram and ngram.counters else None,
-        ngram_tokens_per_step=_ngram_tokens_per_step(ngram),
-        ngram_tokens_per_s=ngram.work.tokens_per_s if ngram else None,
-        predicted=None,
-    )
-
-
-def _ngram_tokens_per_step(ngram: _Measured | None) -> float | None:
-    if ngram is None or ngram.counters is None:
-        return None
-    return tokens_per_step_overall(ngram.counters, ngram.work.output_tokens, len(ngram.work.answers))
+    return examine_served(parity, job.export_plan, job.exported.dir, served.counters, run.say)

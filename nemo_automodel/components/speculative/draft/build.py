@@ -10,11 +10,23 @@ from nemo_automodel.components.speculative.draft.eagle3 import Eagle3Draft
 from nemo_automodel.components.speculative.draft.network import DraftNetwork
 from nemo_automodel.components.speculative.draft.peagle import PEagleDraft
 from nemo_automodel.components.speculative.draft.spec import DraftSpec
+from nemo_automodel.errors import ConfigError
 
 
 def empty_draft(spec: DraftSpec) -> DraftNetwork:
     """The network of this kind, on the CPU in fp32, with torch's own random weights: fill it."""
     return PEagleDraft(spec) if spec.parallel_drafting else Eagle3Draft(spec)
+
+
+def check_heads(spec: DraftSpec) -> None:
+    """Raises ConfigError for a Llama config that transformers refuses (`LlamaConfig.validate_architecture`, 5.x), and
+    vLLM with it: GLM-4.5 and others have a hidden size that is no multiple of their heads."""
+    if not spec.qk_norm and spec.hidden_size % spec.num_attention_heads:
+        raise ConfigError(
+            f"a draft of hidden size {spec.hidden_size} with the target's {spec.num_attention_heads} attention heads: "
+            "no multiple of them, which vLLM cannot load in a Llama draft",
+            where="target.path", remedy="take a target whose hidden size is a multiple of its attention heads",
+        )  # fmt: skip
 
 
 def build_draft(
@@ -34,7 +46,9 @@ def build_draft(
 
     Raises:
         ValueError: `vocab_ids` does not fit the spec.
+        ConfigError: vLLM could not load such a draft.
     """
+    check_heads(spec)
     draft = empty_draft(spec)
     for module in draft.modules():
         if isinstance(module, nn.Linear):

@@ -126,7 +126,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of `model.safetensors` or of the shards of its index."""
     names = [WEIGHTS]
     if (folder / INDEX).exists():
-        names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+        try:
+            names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise _refuse(folder, f"{INDEX} has no readable weight_map ({error!r})") from error
     tensors: dict[str, Tensor] = {}
     for name in names:
         if Path(name).name != name:

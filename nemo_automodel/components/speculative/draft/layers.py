@@ -61,7 +61,7 @@ def build_rotary(spec: DraftSpec) -> Rotary:
             remedy=f"take a target with one of {', '.join(ROPE_TYPES)}",
         )
     config = LlamaConfig(
-        hidden_size=spec.hidden_size,
+        hidden_size=spec.num_attention_heads * spec.head_dim,  # the tables do not depend on it; a multiple is demanded
         num_attention_heads=spec.num_attention_heads,
         head_dim=spec.head_dim,
         max_position_embeddings=spec.max_position_embeddings,

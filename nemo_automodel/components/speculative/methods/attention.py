@@ -1,79 +1,217 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross-depth attention of P-EAGLE: a causal prefix of depth-0 elements plus the element's own chain.
 
-Element (a, d) sees the depth-0 elements with anchor <= a and the elements (a, 1..d). A dense mask over all elements
-would be quadratic in their number; here depth 0 is plain causal attention, and deeper elements go in chunks of queries
-whose keys are the prefix up to the chunk's last anchor and the chunk's own elements. A chunk's mask is made again in
-the backward pass and the kernel keeps no scores, so memory is linear in the sequence length.
+Element (a, d) sees the depth-0 elements of its own row with anchor <= a and the elements (a, 1..d). A dense mask over
+all elements would be quadratic in their number. Here queries go in chunks whose keys are the stretch of depth 0 that
+the chunk reaches and the chunk's own chains; the backward pass makes a chunk's scores again, as FlashAttention does
+(arXiv 2205.14135), so nothing but q, k, v, the output and one number per query is kept: memory is linear in the length.
+On a GPU `flex` does the same in one kernel.
 """
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from nemo_automodel.components.speculative.methods import flex
 from nemo_automodel.components.speculative.methods.cod import DepthElements
 
-QUERY_CHUNK = {"cpu": 128, "cuda": 1024}
+QUERY_CHUNK = {"cpu": 64, "cuda": 256}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Queries [begin, end) see among the depth-0 keys [low, high), of the chain's [own, end); the keys [low, open) are
+    seen by all of them."""
+
+    begin: int
+    end: int
+    low: int
+    high: int
+    open: int
+    own: int
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Where queries stand: depth-0 elements, or those of the chains."""
+
+    anchors: Tensor  # [B, N] int64, < T
+    starts: Tensor  # [B, N] where the anchor's row begins
+    depths: Tensor | None  # [B, N]; None: depth 0
+    chunks: tuple[Chunk, ...]
+
+    def hidden(self, chunk: Chunk) -> Tensor:
+        """[B, n, high - open + end - own] bool: which of the chunk's keys from `open` on a query does not see."""
+        part = slice(chunk.begin, chunk.end)
+        mine, device = self.anchors[:, part, None], self.anchors.device
+        keys = torch.arange(chunk.open, chunk.high, device=device)
+        ground = (keys > mine) | (keys < self.starts[:, part, None])
+        if self.depths is None:
+            return ground
+        order = torch.arange(chunk.own, chunk.end, device=device)
+        later = order > torch.arange(chunk.begin, chunk.end, device=device)[:, None]
+        other = later | (self.anchors[:, None, chunk.own : chunk.end] != mine)
+        return torch.cat((ground, other), dim=2)
 
 
 class CrossDepthAttention:
-    """The mask of one step, shared by all layers: `attention(q, k, v)` over [B, T + M] elements, depth 0 first."""
+    """Who sees whom in one step, shared by all layers: depth 0 through `ground`, deeper elements through `chain`."""
 
-    def __init__(self, elements: DepthElements, depth0: int, chunk: int | None = None) -> None:
-        """`depth0` = T, the number of depth-0 positions; `chunk`: queries at a time, null for the device's default."""
-        anchors, depths = elements.anchors, elements.depths  # [B, M]
-        self.depth0 = depth0
-        self.num_chain = anchors.shape[1]
-        self.anchors = anchors
-        self.max_chain = elements.num_depths - 1
-        ground = torch.arange(depth0, device=anchors.device).expand(anchors.shape[0], depth0)
-        # padding stays inside the rope table: its anchor is T, its depth 0
-        self.positions = torch.cat((ground, anchors + depths), dim=1)  # [B, T + M]
-        self.chunks = self._plan(chunk or QUERY_CHUNK.get(anchors.device.type, QUERY_CHUNK["cuda"]))
+    def __init__(
+        self, elements: DepthElements, depth0: int, starts: Tensor | None = None, *, chunk: int | None = None,
+        kind: str = "auto",
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            elements: the elements of depth >= 1, [B, M].
+            depth0: T, the number of depth-0 positions.
+            starts: [B, >= T] where the row that a position belongs to begins; None: every line is one row.
+            chunk: queries at a time; None: the device's default.
+            kind: "chunked", "flex", or "auto": flex where it can run.
+        """
+        anchors = elements.anchors.clamp(max=max(depth0 - 1, 0))  # padding (T) stays within the tables
+        device, batch = anchors.device, len(anchors)
+        self.depth0, self.num_chain = depth0, anchors.shape[1]
+        places = torch.arange(depth0, device=device).expand(batch, depth0)
+        packed = starts is not None and bool(starts.any())
+        rows = starts[:, :depth0] if packed else torch.zeros_like(places)
+        own = rows.gather(1, anchors) if depth0 else torch.zeros_like(anchors)
+        self.ground_positions = places - rows  # [B, T]
+        self.chain_positions = anchors - own + elements.depths  # [B, M]
+        size = chunk or QUERY_CHUNK.get(device.type, QUERY_CHUNK["cuda"])
+        reach = elements.num_depths - 2  # how far back a chain's first key lies
+        self._ground = Queries(places, rows, None, _plan(places, rows, size, packed, None))
+        self._chain = Queries(anchors, own, elements.depths, _plan(anchors, own, size, packed, reach))
+        self._flex = flex.masks_of(self._ground, self._chain) if flex.is_wanted(kind, device) else None
 
-    def _plan(self, chunk: int) -> list[tuple[int, int, int, int]]:
-        """(low, start, end, prefix) of each chunk: queries [start, end), keys [low, end); depth-0 keys [0, prefix)."""
+    def ground(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Depth 0, rotated: q [B, T, heads, D], k and v [B, T, kv_heads, D] -> [B, T, heads, D]."""
+        if self._flex is not None:
+            return self._flex.ground(q, k, v)
+        return _Chunked.apply(q, k, v, None, None, self._ground)
+
+    def chain(self, q: Tensor, ground: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> Tensor:
+        """Depths >= 1: q [B, M, heads, D], k and v [B, M, kv_heads, D], and depth 0's k and v -> [B, M, heads, D]."""
         if self.num_chain == 0:
-            return []
-        real = self.anchors.masked_fill(self.anchors >= self.depth0, -1).amax(0)  # [M]
-        starts = range(0, self.num_chain, chunk)
-        last = [int(part.max()) + 1 for part in real.cpu().split(chunk)]
-        return [
-            (max(0, s - self.max_chain + 1), s, min(s + chunk, self.num_chain), max(p, 1)) for s, p in zip(starts, last)
-        ]
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, T + M, heads, D], k and v [B, T + M, kv_heads, D], rotated -> [B, T + M, heads, D]."""
-        groups = q.shape[2] // k.shape[2]
-        # heads are repeated here because the memory-efficient kernel of CUDA has no grouped heads with a mask
-        q, k, v = (t.transpose(1, 2) for t in (q, _repeat(k, groups), _repeat(v, groups)))  # [B, heads, T + M, D]
-        size = self.depth0
-        outs = [F.scaled_dot_product_attention(q[:, :, :size], k[:, :, :size], v[:, :, :size], is_causal=True)]
-        outs += [  # nothing here is random, so the backward pass needs no copy of the RNG's state
-            checkpoint(self._chunk, q, k, v, *bounds, use_reentrant=False, preserve_rng_state=False)
-            for bounds in self.chunks
-        ]
-        return torch.cat(outs, dim=2).transpose(1, 2)
-
-    def _chunk(self, q: Tensor, k: Tensor, v: Tensor, low: int, start: int, end: int, prefix: int) -> Tensor:
-        """[B, heads, end - start, D]"""
-        size = self.depth0
-        keys, values = (torch.cat((t[:, :, :prefix], t[:, :, size + low : size + end]), dim=2) for t in (k, v))
-        mask = self._mask(low, start, end, prefix)
-        return F.scaled_dot_product_attention(q[:, :, size + start : size + end], keys, values, attn_mask=mask)
-
-    def _mask(self, low: int, start: int, end: int, prefix: int) -> Tensor:
-        """[B, 1, queries, prefix + chain keys] bool; no row is empty, an element always sees itself."""
-        device = self.anchors.device
-        mine = self.anchors[:, start:end, None]  # [B, queries, 1]
-        ground = torch.arange(prefix, device=device) <= mine
-        order = torch.arange(low, end, device=device) <= torch.arange(start, end, device=device)[:, None]
-        chain = (self.anchors[:, None, low:end] == mine) & order  # earlier in the same chain, or itself
-        return torch.cat((ground, chain), dim=2)[:, None]
+            return q
+        if self._flex is not None:
+            return self._flex.chain(q, torch.cat((ground[0], k), 1), torch.cat((ground[1], v), 1))
+        return _Chunked.apply(q, *ground, k, v, self._chain)
 
 
-def _repeat(x: Tensor, groups: int) -> Tensor:
-    return x if groups == 1 else x.repeat_interleave(groups, dim=2)
+def _plan(anchors: Tensor, starts: Tensor, size: int, packed: bool, reach: int | None) -> tuple[Chunk, ...]:
+    """Chunks of `size` queries; anchors, starts [B, N]. `reach` None: depth 0, which has no chain."""
+    count = anchors.shape[1]
+    if anchors.numel() == 0:
+        return ()
+    first, last, low = (t.cpu() for t in (anchors.amin(0), anchors.amax(0), starts.amin(0)))  # [N] each
+    chunks = []
+    for begin in range(0, count, size):
+        part = slice(begin, begin + size)
+        bottom, end = int(low[part].min()), min(begin + size, count)
+        seen_by_all = bottom if packed else int(first[part].min()) + 1
+        own = end if reach is None else max(0, begin - reach)
+        chunks.append(Chunk(begin, end, bottom, int(last[part].max()) + 1, seen_by_all, own))
+    return tuple(chunks)
+
+
+class _Chunked(torch.autograd.Function):
+    """softmax(q k^T / sqrt(D)) v by chunks of queries; products in q's dtype, softmax in fp32.
+
+    Inside, tensors are [B * kv_heads, ...]: the queries that share a key's head go through one product together.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, own_k, own_v, queries):  # noqa: ANN001
+        kv_heads = k.shape[2]
+        keys, values, own_keys, own_values = (None if t is None else _by_head(t) for t in (k, v, own_k, own_v))
+        grouped = _by_group(q * q.shape[-1] ** -0.5, kv_heads)
+        out = torch.empty_like(grouped)
+        norm = torch.empty(grouped.shape[:-1], dtype=torch.float32, device=q.device)  # log of the softmax's sum
+        for chunk in queries.chunks:
+            part, wide = slice(chunk.begin, chunk.end), slice(chunk.low, chunk.high)
+            mine = grouped[:, :, part].flatten(1, 2)
+            scores = _scores(mine, keys, own_keys, queries, chunk)
+            top = scores.amax(-1, keepdim=True)
+            total = scores.sub_(top).exp_().sum(-1, keepdim=True)
+            weights = scores.div_(total).to(q.dtype)
+            mixed = torch.bmm(weights[..., : chunk.high - chunk.low], values[:, wide])
+            if own_values is not None:
+                mixed.baddbmm_(weights[..., chunk.high - chunk.low :], own_values[:, chunk.own : chunk.end])
+            out[:, :, part] = mixed.unflatten(1, (-1, chunk.end - chunk.begin))
+            norm[:, :, part] = (top + total.log())[..., 0].unflatten(1, (-1, chunk.end - chunk.begin))
+        ctx.save_for_backward(grouped, keys, values, own_keys, own_values, out, norm)
+        ctx.queries, ctx.batch = queries, len(q)
+        return _from_group(out, len(q))
+
+    @staticmethod
+    def backward(ctx, d_out):  # noqa: ANN001
+        grouped, keys, values, own_keys, own_values, out, norm = ctx.saved_tensors
+        d_out = _by_group(d_out, keys.shape[0] // ctx.batch)
+        delta = (d_out.float() * out.float()).sum(-1)  # [B * kv_heads, group, N]
+        d_q = torch.empty_like(grouped)
+        d_keys, d_values, d_own_keys, d_own_values = (
+            None if t is None else torch.zeros_like(t) for t in (keys, values, own_keys, own_values)
+        )
+        for chunk in ctx.queries.chunks:
+            part, wide, own = (slice(*ends) for ends in _ends(chunk))
+            mine, d_mine = grouped[:, :, part].flatten(1, 2), d_out[:, :, part].flatten(1, 2)
+            scores = _scores(mine, keys, own_keys, ctx.queries, chunk)
+            weights = scores.sub_(norm[:, :, part].flatten(1, 2)[..., None]).exp_()
+            d_weights = _join(d_mine, values[:, wide], None if own_values is None else own_values[:, own])
+            slope = d_weights.sub_(delta[:, :, part].flatten(1, 2)[..., None]).mul_(weights).to(grouped.dtype)
+            weights = weights.to(grouped.dtype)
+            count = chunk.high - chunk.low
+            d_mixed = torch.bmm(slope[..., :count], keys[:, wide])
+            d_keys[:, wide].baddbmm_(slope[..., :count].mT, mine)
+            d_values[:, wide].baddbmm_(weights[..., :count].mT, d_mine)
+            if own_keys is not None:
+                d_mixed.baddbmm_(slope[..., count:], own_keys[:, own])
+                d_own_keys[:, own].baddbmm_(slope[..., count:].mT, mine)
+                d_own_values[:, own].baddbmm_(weights[..., count:].mT, d_mine)
+            d_q[:, :, part] = d_mixed.unflatten(1, (-1, chunk.end - chunk.begin))
+        d_q = _from_group(d_q.mul_(d_q.shape[-1] ** -0.5), ctx.batch)
+        rest = (None if t is None else _from_head(t, ctx.batch) for t in (d_keys, d_values, d_own_keys, d_own_values))
+        return d_q, *rest, None
+
+
+def _ends(chunk: Chunk) -> tuple[tuple[int, int], ...]:
+    return (chunk.begin, chunk.end), (chunk.low, chunk.high), (chunk.own, chunk.end)
+
+
+def _scores(mine: Tensor, keys: Tensor, own_keys: Tensor | None, queries: Queries, chunk: Chunk) -> Tensor:
+    """[B * kv_heads, group * n, keys] fp32, -inf where hidden."""
+    own = None if own_keys is None else own_keys[:, chunk.own : chunk.end]
+    scores = _join(mine, keys[:, chunk.low : chunk.high], own)
+    hidden = queries.hidden(chunk)  # [B, n, the last keys]
+    batch, count = hidden.shape[:2]
+    parted = scores.view(batch, len(scores) // batch, -1, count, scores.shape[-1])
+    parted[..., chunk.open - chunk.low :].masked_fill_(hidden[:, None, None], float("-inf"))
+    return scores
+
+
+def _join(left: Tensor, right: Tensor, more: Tensor | None) -> Tensor:
+    """left @ [right, more]^T in fp32."""
+    first = torch.bmm(left, right.mT)
+    return (first if more is None else torch.cat((first, torch.bmm(left, more.mT)), dim=-1)).float()
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[B, N, kv_heads, D] -> [B * kv_heads, N, D]"""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _from_head(x: Tensor, batch: int) -> Tensor:
+    return x.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+def _by_group(x: Tensor, kv_heads: int) -> Tensor:
+    """[B, N, heads, D] -> [B * kv_heads, heads / kv_heads, N, D]"""
+    return x.transpose(1, 2).unflatten(1, (kv_heads, -1)).flatten(0, 1)
+
+
+def _from_group(x: Tensor, batch: int) -> Tensor:
+    return x.unflatten(0, (batch, -1)).flatten(1, 2).transpose(1, 2)

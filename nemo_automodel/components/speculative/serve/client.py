@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Iterator, Mapping
 
 import httpx
@@ -25,22 +26,27 @@ class ServerClient:
             limits=httpx.Limits(max_connections=None),  # the benchmark decides how many at once
         )
 
+    @property
+    def port(self) -> int:
+        return self._http.base_url.port or 80
+
     def healthy(self) -> bool:
         """True when /health answers 200; False also while nothing listens yet."""
         try:
             return self._http.get("/health", timeout=5.0).status_code == 200
-        except httpx.TransportError:
+        except httpx.HTTPError:
             return False
 
     def models(self) -> list[str]:
         """Names in /v1/models.
 
         Raises:
-            httpx.HTTPError: no answer, or an error status.
+            httpx.HTTPError: no answer, an error status, or the answer of something else.
         """
         answer = self._http.get("/v1/models", timeout=30.0)
         answer.raise_for_status()
-        return [entry["id"] for entry in answer.json()["data"]]
+        with _understood("/v1/models"):
+            return [str(entry["id"]) for entry in answer.json()["data"]]
 
     def complete(self, prompt: str, max_tokens: int) -> dict[str, Any]:
         """One greedy /v1/completions that goes on past end-of-sequence, so that decoding steps surely happen."""
@@ -70,7 +76,8 @@ class ServerClient:
         """The speculation counters of our model; None when the server keeps none."""
         answer = self._http.get("/metrics", timeout=30.0)
         answer.raise_for_status()
-        return parse_counters(answer.text, self.model)
+        with _understood("/metrics"):
+            return parse_counters(answer.text, self.model)
 
     def close(self) -> None:
         self._http.close()
@@ -85,7 +92,17 @@ class ServerClient:
         answer = self._http.post(path, json={"model": self.model, **body})
         if answer.is_error:
             raise _refused(path, answer)
-        return answer.json()
+        with _understood(path):
+            return answer.json()
+
+
+@contextlib.contextmanager
+def _understood(path: str) -> Iterator[None]:
+    """What another kind of server sends there becomes the error that a failed request is."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError) as error:
+        raise httpx.DecodingError(f"{path} is not answered as vLLM does ({error})") from error
 
 
 def _refused(path: str, answer: httpx.Response) -> httpx.HTTPStatusError:

@@ -18,7 +18,7 @@ from nemo_automodel.components.speculative.serve import compile_cache
 from nemo_automodel.components.speculative.serve.docker import build_docker_command
 from nemo_automodel.components.speculative.serve.secret_names import is_secret_name, secret_keys, shell_remedy
 from nemo_automodel.components.speculative.serve.types import Fixups, LaunchCommand, RuntimeKind, ServeSpec
-from nemo_automodel.components.speculative.serve.vllm_flags import flag_warnings, unknown_flag
+from nemo_automodel.components.speculative.serve.vllm_flags import flag_warnings, full_flag, unknown_flag
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
 from nemo_automodel.errors import ConfigError
 
@@ -130,6 +130,7 @@ def _command(
         argv += ["--served-model-name", spec.served_model_name]
     argv += extra_flags(spec.extra_args, release)
     inherited = os.environ if environ is None else environ
+    _refuse_unusable_key(inherited)
     env, unset = launch_environment(spec, release, inherited)
     if spec.runtime.kind is not RuntimeKind.docker:  # a container has a file system of its own
         env.setdefault(compile_cache.VARIABLE, compile_cache.cache_root(argv, draft_config or {}, inherited))
@@ -167,8 +168,18 @@ def _server_env(spec: ServeSpec, release: VllmRelease, inherited: Mapping[str, s
     return env
 
 
+def _refuse_unusable_key(environ: Mapping[str, str]) -> None:
+    """A key that no HTTP header can carry (often a line end from a file) locks everybody out, us included."""
+    key = environ.get("VLLM_API_KEY", "")
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
+        found = "the key ends in a blank or a line end, or is not plain ASCII"
+        raise ConfigError(found, where="VLLM_API_KEY", remedy="export it again without: no request could carry it")
+
+
 def _flag(key: str) -> str:
-    return str(key).lstrip("-").replace("_", "-")
+    """As vLLM's parser reads it: `_` is `-` up to the first dot; the keys of a JSON value come after that."""
+    name, dot, inner = str(key).lstrip("-").partition(".")
+    return name.replace("_", "-") + dot + inner
 
 
 def extra_flags(extra_args: Mapping[str, Any], release: VllmRelease, managed: Mapping[str, str] = MANAGED) -> list[str]:
@@ -181,7 +192,7 @@ def extra_flags(extra_args: Mapping[str, Any], release: VllmRelease, managed: Ma
     """
     words: list[str] = []
     for key, value in extra_args.items():
-        flag = _flag(key)
+        flag = full_flag(_flag(key), release.version) if managed is MANAGED else _flag(key)
         _refuse_flag(key, flag, release, managed)
         _refuse_value(key, flag, value)
         if value is None:
@@ -198,7 +209,7 @@ def extra_flags(extra_args: Mapping[str, Any], release: VllmRelease, managed: Ma
 
 def _refuse_flag(key: str, flag: str, release: VllmRelease, managed: Mapping[str, str]) -> None:
     where = f"serve.extra_args.{key}"
-    bare = flag.removeprefix("no-")
+    bare = flag.partition(".")[0].removeprefix("no-")
     if not _FLAG.match(flag):
         raise ConfigError(
             f"{key!r} is no vLLM flag", where="serve.extra_args", remedy="write it as vLLM does, e.g. max_num_seqs"

@@ -13,6 +13,8 @@ import json
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
+from nemo_automodel.files import expand_user
+
 VARIABLE = "VLLM_CACHE_ROOT"
 FOLDER = "jobs"  # below vLLM's own cache
 MODEL_INFOS = "modelinfos"  # what was learnt about model classes; vLLM holds it against a hash of their source
@@ -25,7 +27,7 @@ def cache_root(argv: Sequence[str], draft_config: Mapping[str, Any], inherited: 
     It lies below an inherited VLLM_CACHE_ROOT, else below vLLM's default.
     """
     default = Path(inherited.get("XDG_CACHE_HOME") or "~/.cache") / "vllm"
-    base = Path(inherited.get(VARIABLE) or default).expanduser()
+    base = expand_user(inherited.get(VARIABLE) or default)
     key = json.dumps([_shape(argv), draft_config], sort_keys=True, ensure_ascii=False, default=str)
     return str(base / FOLDER / hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:16])
 
@@ -36,10 +38,10 @@ def share_model_infos(env: Mapping[str, str]) -> None:
     Only a folder that `cache_root` named is touched. That it cannot be written is for vLLM to say.
     """
     root = Path(env.get(VARIABLE, ""))
-    if root.parent.name != FOLDER or (root / MODEL_INFOS).exists():
-        return
     common = root.parent.parent / MODEL_INFOS
     with contextlib.suppress(OSError):
+        if root.parent.name != FOLDER or (root / MODEL_INFOS).exists():
+            return
         common.mkdir(parents=True, exist_ok=True)
         root.mkdir(parents=True, exist_ok=True)
         (root / MODEL_INFOS).symlink_to(common)

@@ -11,6 +11,7 @@ from nemo_automodel.components.speculative.serve.gpus import visible_gpus
 from nemo_automodel.components.speculative.serve.types import ServeSpec, TargetFacts
 from nemo_automodel.config.schema import DraftConfig, Precision, TrainConfig
 from nemo_automodel.errors import PreflightError
+from nemo_automodel.files import expand_user
 
 SPARE_BYTES = 64 * 1024 * 1024  # tokenizers, logs
 
@@ -64,8 +65,8 @@ def check_disk(spec: ServeSpec, draft: DraftConfig, train: TrainConfig, target: 
         PreflightError: it does not fit; the folder, the need and what is free are named.
     """
     need = disk_need(draft, train, target)
-    run_dir = base_dir / Path(spec.checkpoint).expanduser()
-    export_dir = run_dir if spec.export_dir is None else base_dir / Path(spec.export_dir).expanduser()
+    run_dir = base_dir / expand_user(spec.checkpoint)
+    export_dir = run_dir if spec.export_dir is None else base_dir / expand_user(spec.export_dir)
     elsewhere = "free space, hydra.run.dir=PATH on another disk, or a smaller train.keep_trainer_states"
     beside = "free space, or serve.export_dir=PATH on another disk"
     if _same_disk(_existing(run_dir), _existing(export_dir)):

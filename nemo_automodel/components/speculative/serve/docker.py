@@ -29,6 +29,7 @@ from nemo_automodel.components.speculative.serve.vllm_release import (
     unknown_text,
 )
 from nemo_automodel.errors import ConfigError, LaunchError, PreflightError
+from nemo_automodel.files import expand_user
 
 IMAGE = "vllm/vllm-openai"
 HUB = "/root/.cache/huggingface/hub"  # in the image, whose user is root
@@ -166,7 +167,7 @@ def _gpus(spec: ServeSpec, environ: Mapping[str, str]) -> list[str]:
 def hub_cache(environ: Mapping[str, str]) -> Path:
     """The Hub's cache on this machine (huggingface_hub's own rule)."""
     home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser().absolute()
+    return expand_user(environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).absolute()
 
 
 def _mounts(folder: Path) -> list[str]:

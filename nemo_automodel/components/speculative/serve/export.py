@@ -8,6 +8,7 @@ the kernel (`copy_file_range`), so memory stays flat. The source is never writte
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import glob
@@ -18,7 +19,7 @@ import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, Iterator
 
 from filelock import FileLock, Timeout
 
@@ -28,11 +29,13 @@ from nemo_automodel.components.speculative.serve.export_plan import (
     WEIGHTS,
     ExportPlan,
     Segment,
+    changed,
+    file_facts,
     plan_export,
 )
 from nemo_automodel.components.speculative.serve.types import Exported
 from nemo_automodel.errors import ExportError
-from nemo_automodel.files import fsync_dir, read_json, sha256_file, write_json
+from nemo_automodel.files import fsync_dir, open_regular, plain_mode, read_json, sha256_file, write_json
 
 __all__ = ["ExportPlan", "export", "plan_export", "reusable_digest", "write_weights"]
 
@@ -40,11 +43,14 @@ LOCK_SECONDS = 1800  # another export of the same draft is a copy of gigabytes a
 WHERE = "serve.export_dir"
 FICLONE = 0x40049409  # linux/fs.h
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # NFS and the like, from flock
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-def export(plan: ExportPlan) -> Exported:
+def export(plan: ExportPlan, say: Callable[[str], None] = lambda line: None) -> Exported:
     """Make `plan.dest` a folder that vLLM loads, or reuse it when it is still what the plan says.
+
+    `say` is told when another process is exporting there and is waited for.
 
     Raises:
         ExportError: no space, no permission, a foreign folder in the way, the source changed meanwhile, or another
@@ -53,7 +59,7 @@ def export(plan: ExportPlan) -> Exported:
     parent = plan.dest.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(parent / f".{plan.dest.name}.lock", timeout=LOCK_SECONDS):
+        with _locked(plan.dest, say):
             _remove_leftovers(plan.dest)
             digest = reusable_digest(plan, refresh=True)
             if digest is not None:
@@ -67,22 +73,30 @@ def export(plan: ExportPlan) -> Exported:
         raise _as_export_error(error, plan) from error
 
 
+@contextlib.contextmanager
+def _locked(dest: Path, say: Callable[[str], None]) -> Iterator[None]:
+    lock = FileLock(dest.parent / f".{dest.name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say(f"another process is exporting to {dest}: waiting for it")
+        lock.acquire(timeout=LOCK_SECONDS)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _as_export_error(error: OSError, plan: ExportPlan) -> ExportError:
     if error.errno in _FULL:
         place = next(p for p in plan.dest.parents if p.exists())
         free = shutil.disk_usage(place).free
         found = f"no space for the export: {plan.weight_bytes} bytes needed, {free} free at {place} ({error.strerror})"
         return ExportError(found, where=WHERE, remedy="make room, or serve.export_dir=FOLDER on another disk")
-    remedy = (
-        "serve.export_dir=FOLDER that can be written" if error.errno in _DENIED else "see the reason, then run again"
-    )
+    remedies = dict.fromkeys(_DENIED, "serve.export_dir=FOLDER that can be written")
+    remedies |= dict.fromkeys(_LOCKLESS, "its file system has no locks: serve.export_dir=FOLDER on a local disk")
+    remedy = remedies.get(error.errno, "see the reason, then run again")
     return ExportError(f"cannot export to {plan.dest}: {error}", where=WHERE, remedy=remedy)
-
-
-def file_facts(path: Path) -> dict[str, int]:
-    """What changes when a file's bytes do; equality of all of it stands for equality of content."""
-    stat = path.stat()
-    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino}
 
 
 def reusable_digest(plan: ExportPlan, *, refresh: bool = False) -> str | None:
@@ -99,7 +113,9 @@ def reusable_digest(plan: ExportPlan, *, refresh: bool = False) -> str | None:
     if manifest.get("content") != plan.content or written != plan.config or manifest.get("outputs") != outputs:
         return None
     recorded = manifest.get("sources")
-    if not isinstance(recorded, list) or [entry.get("name") for entry in recorded] != list(plan.sources):
+    if not isinstance(recorded, list) or not all(isinstance(entry, dict) for entry in recorded):
+        return None
+    if [entry.get("name") for entry in recorded] != list(plan.sources):
         return None
     touched = False
     for entry, path in zip(recorded, _paths(plan), strict=True):
@@ -127,7 +143,7 @@ def _remove_leftovers(dest: Path) -> None:
     """Temp folders and files of runs that were killed; the lock is held, so none of them is in use."""
     name = glob.escape(dest.name)
     for leftover in dest.parent.glob(f".{name}.*.tmp"):
-        shutil.rmtree(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)  # in the way of nothing; NFS keeps what a server still has open
     if not dest.is_symlink():
         for leftover in dest.glob(f".{MANIFEST}.*.tmp"):
             leftover.unlink()
@@ -146,20 +162,18 @@ def _refuse_foreign(dest: Path) -> None:
 
 
 def _build(plan: ExportPlan) -> str:
-    before = [file_facts(path) for path in _paths(plan)]
     temp = Path(tempfile.mkdtemp(prefix=f".{plan.dest.name}.", suffix=".tmp", dir=plan.dest.parent))
     try:
         with ThreadPoolExecutor(1) as pool:  # hashing reads what the copy has just read
             hashes = pool.submit(lambda: [sha256_file(path) for path in _paths(plan)])
             write_weights(plan, temp / WEIGHTS)
             digests = hashes.result()
-        if [file_facts(path) for path in _paths(plan)] != before:
-            found = f"the checkpoint changed while it was exported ({plan.model_dir})"
-            raise ExportError(found, where="serve.checkpoint", remedy="wait until it is written, then run again")
-        manifest = _manifest(plan, before, digests, temp / WEIGHTS)
+        if [file_facts(path) for path in _paths(plan)] != list(plan.facts):
+            raise changed(plan.model_dir)
+        manifest = _manifest(plan, digests, temp / WEIGHTS)
         write_json(temp / CONFIG, plan.config)
         write_json(temp / MANIFEST, manifest)
-        os.chmod(temp, 0o755)
+        os.chmod(temp, plain_mode() | 0o111)
         fsync_dir(temp)
         _swap(temp, plan.dest)
     except BaseException:
@@ -168,11 +182,11 @@ def _build(plan: ExportPlan) -> str:
     return manifest["digest"]
 
 
-def _manifest(plan: ExportPlan, facts: list[dict[str, int]], digests: list[str], weights: Path) -> dict[str, Any]:
+def _manifest(plan: ExportPlan, digests: list[str], weights: Path) -> dict[str, Any]:
     key = json.dumps([plan.content, digests], sort_keys=True, ensure_ascii=False).encode()
     sources = [
         {"name": name, "facts": fact, "sha256": digest}
-        for name, fact, digest in zip(plan.sources, facts, digests, strict=True)
+        for name, fact, digest in zip(plan.sources, plan.facts, digests, strict=True)
     ]
     outputs = {WEIGHTS: _output_facts(weights)}
     digest = hashlib.sha256(key).hexdigest()
@@ -192,7 +206,7 @@ def _swap(temp: Path, dest: Path) -> None:
         os.rename(dest, old)  # an empty folder may be renamed over
         os.rename(temp, dest)
         fsync_dir(dest.parent)
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
     else:
         os.rename(temp, dest)
         fsync_dir(dest.parent)
@@ -217,7 +231,7 @@ def _share(plan: ExportPlan, out: int) -> bool:
     """Make `out` a reflink of the source, which takes neither time nor room; whether that was possible."""
     if len(plan.segments) != 1 or plan.segments[0].begin or plan.segments[0].dest:
         return False
-    with plan.segments[0].source.open("rb") as file:
+    with open_regular(plan.segments[0].source) as file:
         try:
             fcntl.ioctl(out, FICLONE, file.fileno())
         except OSError:
@@ -227,7 +241,7 @@ def _share(plan: ExportPlan, out: int) -> bool:
 
 def _copy(segment: Segment, out: int) -> None:
     """In the kernel where the two filesystems allow it, else through a 1 MiB buffer."""
-    with segment.source.open("rb") as file:
+    with open_regular(segment.source) as file:
         done, in_kernel = 0, True
         while done < segment.length:
             left = segment.length - done

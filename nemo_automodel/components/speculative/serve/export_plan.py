@@ -21,7 +21,7 @@ from typing import Any, Mapping
 from nemo_automodel.components.speculative.serve.shards import DTYPE_BYTES
 from nemo_automodel.components.speculative.serve.types import Fixups, Resolved, ServeSpec, ShardTensor
 from nemo_automodel.errors import ExportError
-from nemo_automodel.files import TensorInfo, build_safetensors_header, read_safetensors_header
+from nemo_automodel.files import TensorInfo, build_safetensors_header, expand_user, read_json, read_safetensors_header
 
 LAYOUT_VERSION = 1
 EXPORT_DIR = "vllm_export"
@@ -51,6 +51,7 @@ class ExportPlan:
     content: Mapping[str, Any]  # layout version, config, renames, dropped, copies, zeros, rows
     fixups: tuple[Mapping[str, Any], ...]  # for the manifest's reader; no part of freshness, wording may change
     notes: tuple[str, ...]
+    facts: tuple[Mapping[str, int], ...]  # of each source when its header was read: it must not change after that
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -61,8 +62,10 @@ def plan_export(resolved: Resolved, fixups: Fixups, spec: ServeSpec, base_dir: P
     """The folder, the header and the byte ranges of the export.
 
     Raises:
-        ExportError: the destination is the source's own folder, or a file.
+        ExportError: the destination is the source's own folder, or the checkpoint is being written.
     """
+    sources = (CONFIG, *sorted(str(shard.relative_to(resolved.model_dir)) for shard in resolved.shards))
+    facts = _unchanged_facts(resolved, sources)
     dest, notes = choose_dest(resolved, spec, base_dir or Path.cwd())
     header, segments = _layout(resolved, fixups)
     content = {
@@ -77,20 +80,45 @@ def plan_export(resolved: Resolved, fixups: Fixups, spec: ServeSpec, base_dir: P
             content[key] = dict(value)
     changes = tuple(vars(change) for change in fixups.changes)
     end = max((segment.dest + segment.length for segment in segments), default=len(header))
-    sources = (CONFIG, *sorted(str(shard.relative_to(resolved.model_dir)) for shard in resolved.shards))
     plain = json.loads(json.dumps(content))  # as it will be read back
-    return ExportPlan(dest, header, segments, end, resolved.model_dir, sources, plain, changes, notes)
+    return ExportPlan(dest, header, segments, end, resolved.model_dir, sources, plain, changes, notes, facts)
+
+
+def file_facts(path: Path) -> dict[str, int]:
+    """What changes when a file's bytes do; equality of all of it stands for equality of content."""
+    stat = path.stat()
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino}
+
+
+def _unchanged_facts(resolved: Resolved, sources: tuple[str, ...]) -> tuple[dict[str, int], ...]:
+    """The facts of files that are still those that `resolve` read; else offsets and checks would be another file's."""
+    read = {(tensor.shard, tensor.info) for tensor in resolved.tensors}
+    try:
+        facts = tuple(file_facts(resolved.model_dir / name) for name in sources)
+        there = {(shard, info) for shard in resolved.shards for info in read_safetensors_header(shard).tensors}
+        config = read_json(resolved.model_dir / CONFIG)
+    except (OSError, ValueError) as error:
+        raise changed(resolved.model_dir) from error
+    if not read <= there or config != resolved.config:
+        raise changed(resolved.model_dir)
+    return facts
+
+
+def changed(model_dir: Path) -> ExportError:
+    """A checkpoint that somebody writes while it is exported."""
+    found = f"the checkpoint changed while it was exported ({model_dir})"
+    return ExportError(found, where="serve.checkpoint", remedy="wait until it is written, then run again")
 
 
 def choose_dest(resolved: Resolved, spec: ServeSpec, base_dir: Path) -> tuple[Path, tuple[str, ...]]:
     """`vllm_export/` beside the weights; its own folder under `serve.export_dir`; a cache for stores."""
     name = _label(resolved.model_dir)
     if spec.export_dir is not None:
-        dest = (base_dir / Path(spec.export_dir).expanduser()).absolute() / name
+        dest = (base_dir / expand_user(spec.export_dir)).absolute() / name
     elif _writable(resolved.model_dir) and not any(shard.is_symlink() for shard in resolved.shards):
         return resolved.model_dir / EXPORT_DIR, ()
     else:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        cache = expand_user(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
         dest = cache.absolute() / "speculative-exports" / name
         why = "holds links into a store" if _writable(resolved.model_dir) else "is read-only"
         return dest, (f"{resolved.model_dir} {why}: exported to {dest}",)

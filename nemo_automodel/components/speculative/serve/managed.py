@@ -21,6 +21,7 @@ from typing import Callable, Iterator
 from nemo_automodel.components.speculative.serve.gpus import visible_gpus
 from nemo_automodel.components.speculative.serve.vllm_release import known_minors, newest_patch, release_for
 from nemo_automodel.errors import ConfigError, Interrupted, PreflightError, UserError, VllmMissingError
+from nemo_automodel.files import expand_user
 
 DIR_VARIABLE = "TRAIN_THEN_SERVE_RUNTIMES"
 READY = "ready.json"
@@ -63,7 +64,7 @@ class Environment:
 def runtimes_dir(given: str | None = None) -> Path:
     """Where the environments are: `given`, else $TRAIN_THEN_SERVE_RUNTIMES, else under ~/.cache."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "train-then-serve" / "runtimes"
-    return Path(given or os.environ.get(DIR_VARIABLE) or default).expanduser().absolute()
+    return expand_user(given or os.environ.get(DIR_VARIABLE) or default).absolute()
 
 
 def plan_environment(version: str, directory: str | None = None) -> Environment:

@@ -61,6 +61,7 @@ from nemo_automodel.components.speculative.serve.types import (
 )
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease, require_vllm
 from nemo_automodel.errors import ConfigError, Interrupted, LaunchError
+from nemo_automodel.files import expand_user
 
 __all__ = ["refuse_foreground_sweep", "run_export", "run_serve"]
 
@@ -99,7 +100,7 @@ def run_serve(
             return _benchmark(plan, exported, out_dir, record, report, multirun)
         return _foreground(plan, record, report)
     except BaseException as error:
-        record.save("failed", reason_of(error))
+        record.save_or_warn("failed", reason_of(error), report.warn)
         raise
 
 
@@ -136,7 +137,7 @@ def _plan(spec: ServeSpec, base_dir: Path, record: JobRecord, report: Report, *,
     spec = replace(
         spec,
         target=absolute_target(spec.target, base_dir),
-        export_dir=None if spec.export_dir is None else str((base_dir / Path(spec.export_dir).expanduser()).absolute()),
+        export_dir=None if spec.export_dir is None else str((base_dir / expand_user(spec.export_dir)).absolute()),
     )
     target, unread = _read_target(spec, base_dir)
     record.stage = "plan"
@@ -225,7 +226,7 @@ def plan_only(
 
 def _export(plan: Plan, record: JobRecord, report: Report) -> Exported:
     record.stage = "export"
-    exported = export(plan.export)
+    exported = export(plan.export, report.say)
     record.exported(exported)
     report.exported(exported)
     return exported
@@ -246,17 +247,18 @@ def _foreground(plan: Plan, record: JobRecord, report: Report) -> int:
     def on_ready(server: ServerInfo) -> None:
         ready.append(server)
         record.server(server)
-        record.save("launched")
+        record.save_or_warn("launched", None, report.warn)
 
     try:
         counted = plan.spec.engine is Engine.vllm and plan.spec.speculates
         code = serve_foreground(command, host=host, port=port, say=report.say, on_ready=on_ready, speculative=counted)
     except Interrupted as error:
         if ready:  # how a foreground server is meant to end
-            record.save("ok", error.found)
+            record.save_or_warn("ok", error.found, report.warn)
             return error.exit_code
         raise
-    record.save("ok" if code == 0 else "failed", None if code == 0 else f"vLLM ended with exit code {code}")
+    status, reason = ("ok", None) if code == 0 else ("failed", f"vLLM ended with exit code {code}")
+    record.save_or_warn(status, reason, report.warn)
     return code
 
 

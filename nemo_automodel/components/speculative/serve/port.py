@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import socket
+from pathlib import Path
+from typing import Iterable
 
 from nemo_automodel.errors import ConfigError, LaunchError
 
@@ -21,8 +26,9 @@ def find_port(host: str, port: int) -> int:
         )
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"{host}: {error.strerror}", where="serve.host", remedy="serve.host=127.0.0.1") from error
+    except (socket.gaierror, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "no name of a host"
+        raise ConfigError(f"{host}: {reason}", where="serve.host", remedy="serve.host=127.0.0.1") from error
     with socket.socket(family, kind, proto) as probe:
         # as asyncio's servers do: ports of ended connections are free, ports that are listened on are not
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -35,6 +41,40 @@ def find_port(host: str, port: int) -> int:
                 remedy="serve.port=0 for a free one, or stop what listens there",
             ) from error
         return probe.getsockname()[1]
+
+
+def foreign_listeners(port: int, pids: Iterable[int]) -> bool:
+    """Whether another process listens where one of `pids` does (port and address). Without /proc: False."""
+    listening = _listening(port)
+    ours = {inode for pid in pids for inode in _sockets(pid)} & set(listening)
+    addresses = {listening[inode] for inode in ours}
+    return any(address in addresses for inode, address in listening.items() if inode not in ours)
+
+
+def _listening(port: int) -> dict[int, str]:
+    """Inode -> local address (as /proc writes it) of each socket that listens on the port."""
+    found = {}
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, lines):
+            address, _, number = fields[1].rpartition(":")
+            if int(number, 16) == port and fields[3] == "0A":  # TCP_LISTEN
+                found[int(fields[9])] = address
+    return found
+
+
+def _sockets(pid: int) -> set[int]:
+    """Inodes of the sockets that a process holds; none of one that has ended or is not ours to see."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{name}")):
+                    found.add(int(match[1]))
+    return found
 
 
 def server_url(host: str, port: int) -> str:

@@ -22,6 +22,7 @@ from nemo_automodel.errors import LaunchError
 
 GRACE_S = 30.0  # for the server's own shutdown after SIGTERM
 TAIL_BYTES = 256 * 1024
+DRAIN_S = 5.0  # longest wait for output that is under way
 
 
 class LogFile:
@@ -34,9 +35,15 @@ class LogFile:
         return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
     def tail(self) -> str:
-        with self.path.open("rb") as file:
-            file.seek(max(0, self.path.stat().st_size - TAIL_BYTES))
-            return file.read().decode(errors="replace")
+        try:
+            with self.path.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+                return file.read().decode(errors="replace")
+        except OSError:  # somebody took the log away
+            return ""
+
+    def drain(self) -> None:
+        """All of it is in the file already."""
 
     def __str__(self) -> str:
         return str(self.path)
@@ -64,6 +71,11 @@ class PassThrough:
 
     def tail(self) -> str:
         return "".join(list(self._lines))
+
+    def drain(self) -> None:
+        """Wait for the last lines of a server that has ended; the pipe may still hold them."""
+        if self._thread is not None:
+            self._thread.join(DRAIN_S)
 
     def __str__(self) -> str:
         return "the output above"
@@ -97,6 +109,10 @@ class ServerProcess:
         """Pid of the supervisor, which is also the session's id: SIGTERM to it stops the server and all of its own."""
         return self._popen.pid
 
+    def members(self) -> list[int]:
+        """Pids of everything that was started."""
+        return list(supervisor.session_members(self.pid))
+
     def exit_code(self) -> int | None:
         """None while the server lives; 128 + N when signal N ended it."""
         return self._popen.poll()
@@ -108,6 +124,8 @@ class ServerProcess:
     def cause(self) -> Cause:
         """What the output says of the server's death (with the exit code), or of what is wrong while it lives."""
         code = self.exit_code()
+        if code is not None:
+            self.output.drain()
         cause = read_cause(self.output.tail(), code)
         return cause if code is None else replace(cause, line=f"exit code {code}: {cause.line}")
 
@@ -124,6 +142,7 @@ class ServerProcess:
         finally:
             self._close_lifeline()
         self._verify_gone()
+        self.output.drain()
 
     def _kill(self) -> None:
         supervisor.signal_all(list(supervisor.session_members(self.pid)), signal.SIGKILL)

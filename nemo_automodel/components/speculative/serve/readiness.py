@@ -16,6 +16,7 @@ import httpx
 
 from nemo_automodel.components.speculative.serve.causes import last_line
 from nemo_automodel.components.speculative.serve.client import ServerClient
+from nemo_automodel.components.speculative.serve.port import foreign_listeners
 from nemo_automodel.components.speculative.serve.process import ServerProcess
 from nemo_automodel.errors import LaunchError
 
@@ -33,9 +34,11 @@ def wait_ready(process: ServerProcess, client: ServerClient, *, speculative: boo
         LaunchError: it died, answers as another model, fails a completion, or does not speculate.
     """
     start = time.monotonic()
-    with _Heartbeat(start, process, say):
+    with _Heartbeat(start, process, say) as beat:
         _wait_healthy(process, client)
+        _refuse_another(process, client)
         _check_model(process, client)
+        beat.awaited = " to answer a first completion"
         _probe(process, client, speculative)
     return time.monotonic() - start
 
@@ -45,16 +48,18 @@ class _Heartbeat:
 
     def __init__(self, start: float, process: ServerProcess, say: Callable[[str], None]) -> None:
         self._start, self._process, self._say = start, process, say
+        self.awaited = ""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
 
     def _beat(self) -> None:
         while not self._over.wait(PROGRESS_S):
             waited = time.monotonic() - self._start
-            self._say(f"waiting for vLLM, {waited:.0f} s: {last_line(self._process.output.tail())}")
+            self._say(f"waiting for vLLM{self.awaited}, {waited:.0f} s: {last_line(self._process.output.tail())}")
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Heartbeat:
         self._thread.start()
+        return self
 
     def __exit__(self, *exc: object) -> None:
         self._over.set()
@@ -66,6 +71,16 @@ def _wait_healthy(process: ServerProcess, client: ServerClient) -> None:
         if process.exit_code() is not None:
             raise _died(process)
         time.sleep(POLL_S)
+
+
+def _refuse_another(process: ServerProcess, client: ServerClient) -> None:
+    """Two servers can share a port (SO_REUSEPORT, which vLLM sets), and each then gets some of the requests."""
+    if foreign_listeners(client.port, process.members()):
+        raise LaunchError(
+            f"another server listens on port {client.port}, too",
+            where="serve.port",
+            remedy="stop it, or serve.port=0 for a free one",
+        )
 
 
 def _check_model(process: ServerProcess, client: ServerClient) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 from nemo_automodel.components.speculative.serve.types import Exported, Fixups, LaunchCommand, ServerInfo
-from nemo_automodel.errors import UserError
+from nemo_automodel.errors import PreflightError, UserError
 from nemo_automodel.files import read_json, write_json
 from nemo_automodel.provenance import versions
 
@@ -63,26 +63,49 @@ class JobRecord:
         self._value["benchmark"] = benchmark
 
     def save(self, status: str, reason: str | None = None) -> None:
-        """Write result.json atomically with this status."""
+        """Write result.json atomically with this status.
+
+        Raises:
+            PreflightError: it cannot be written.
+        """
         self._value |= {"status": status, "stage": self.stage, "reason": reason}
-        if self._out_dir is not None:
+        if self._out_dir is None:
+            return
+        try:
             self._out_dir.mkdir(parents=True, exist_ok=True)
             write_json(self._out_dir / RESULT, self._value)
+        except OSError as error:
+            found, remedy = f"no {RESULT}: {error.strerror}", "make room there, or hydra.run.dir=FOLDER elsewhere"
+            raise PreflightError(found, where=str(self._out_dir), remedy=remedy) from error
+
+    def save_or_warn(self, status: str, reason: str | None, warn: Callable[[str], None]) -> None:
+        """`save` where something matters more: an error that has to be told, a server that runs."""
+        try:
+            self.save(status, reason)
+        except PreflightError as error:
+            warn(str(error))
 
 
 def record_failure(run_dir: Path, error: BaseException, *, stage: str | None = None) -> None:
-    """Leave a result.json for a job that failed outside the serve stage; one that is there already stays."""
-    path = run_dir / RESULT
-    if path.is_file() and read_json(path)["status"] in ("failed", "launched"):
+    """Leave a result.json for a job that failed outside the serve stage; one that tells this very failure stays."""
+    if is_recorded(run_dir, error):
         return
     record = JobRecord(run_dir, checkpoint="")
     record.stage = stage or type(error).__name__.removesuffix("Error").lower()
     record.save("failed", reason_of(error))
 
 
+def is_recorded(run_dir: Path, error: BaseException) -> bool:
+    """Whether result.json tells this failure; what an earlier run left in the same folder does not count."""
+    try:
+        return read_json(run_dir / RESULT).get("reason") == reason_of(error)
+    except (OSError, ValueError):
+        return False
+
+
 def record_training(run_dir: Path, checkpoint: Path | None, *, status: str, reason: str | None) -> None:
     """Leave a result.json for a job that ended with its training: "ok", or "failed" with the reason (an interrupted
-    one names the checkpoint it saved). A `record_failure` that follows a "failed" one leaves it as it is.
+    one names the checkpoint it saved).
     """
     record = JobRecord(run_dir, str(checkpoint or ""))
     record.stage = TRAIN

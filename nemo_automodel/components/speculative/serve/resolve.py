@@ -12,7 +12,7 @@ from nemo_automodel.components.speculative.serve.hub import fetch_hub_draft
 from nemo_automodel.components.speculative.serve.shards import pickled_weights, read_tensors, weight_files
 from nemo_automodel.components.speculative.serve.types import Layout, Resolved, ShardTensor
 from nemo_automodel.errors import ResolveError
-from nemo_automodel.files import is_path_like, read_json
+from nemo_automodel.files import expand_user, is_path_like, read_json
 
 WHERE = "serve.checkpoint"
 LATEST = "LATEST"
@@ -40,13 +40,16 @@ def resolve(checkpoint: str, base_dir: Path) -> Resolved:
         raise ResolveError(
             "the checkpoint is an empty string", where=WHERE, remedy="name a run, a checkpoint or a Hub id"
         )
-    path = base_dir / Path(text).expanduser()
-    if path.exists() or path.is_symlink():
-        return read_draft(find_model_dir(path))
-    if is_path_like(text, base_dir):
-        raise ResolveError(
-            f"no such path: {path}{_nearest(path)}", where=WHERE, remedy="name an existing run or checkpoint"
-        )
+    path = base_dir / expand_user(text)
+    try:
+        if path.exists() or path.is_symlink():
+            return read_draft(find_model_dir(path))
+        if is_path_like(text, base_dir):
+            raise ResolveError(
+                f"no such path: {path}{_nearest(path)}", where=WHERE, remedy="name an existing run or checkpoint"
+            )
+    except OSError as error:  # a parent that may not be read, a name too long, a disk that fails
+        raise ResolveError(f"cannot be read: {error}", where=WHERE, remedy="name a path that can be read") from error
     return read_draft(fetch_hub_draft(text, where=WHERE))
 
 

@@ -12,8 +12,11 @@ from typing import Any, Iterator, Mapping, Sequence
 from nemo_automodel.errors import ConfigError
 
 _SECRET = re.compile(
-    r"SECRET|PASSW|CREDENTIAL|(^|_)TOKEN$|API_?KEY|(ACCESS|PRIVATE)_KEY|^AUTHORIZATION$", re.IGNORECASE
+    r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|(^|_)TOKEN$|API_?KEY|(ACCESS|PRIVATE)_KEY|^AUTHORIZATION$"
+    r"|^API_KE?$|^HF_T(O|OK|OKE)?$",  # vLLM's argparse completes these
+    re.IGNORECASE,
 )
+_SPECIAL = re.compile(r"(^|_)(BOS|EOS|PAD|UNK|SEP|CLS|MASK|PARD|IMAGE|AUDIO|VIDEO)_TOKEN$", re.IGNORECASE)  # a model's
 # A URL with a password in it; the two kinds of tokens that people paste.
 _VALUE = re.compile(r"://[^/\s:@]+:[^/\s@]+@|\bhf_[A-Za-z0-9]{24,}|\bsk-[A-Za-z0-9_-]{24,}")
 _ASSIGNED = re.compile(r"^(?:-e|--env[= ]|-+)?([A-Za-z_][\w-]*)\s*[=:]\s*\S")  # NAME=x, -eNAME=x, --flag=x, Header: x
@@ -22,7 +25,8 @@ _ANYWHERE = re.compile(r"([A-Za-z_][\w-]*)['\"]?\s*[=:]")
 
 def is_secret_name(name: str) -> bool:
     """Whether an environment variable, flag or key of this name holds a secret (`max_num_batched_tokens` does not)."""
-    return _SECRET.search(name.replace("-", "_")) is not None
+    plain = name.replace("-", "_")
+    return _SECRET.search(plain) is not None and not _SPECIAL.search(plain)
 
 
 def secret_keys(value: Any, path: str = "") -> Iterator[str]:

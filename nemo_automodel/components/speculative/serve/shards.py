@@ -88,10 +88,9 @@ def _weight_map(index: Path) -> dict[str, str]:
 def _indexed(model_dir: Path, index: Path) -> dict[Path, frozenset[str] | None]:
     names: dict[str, set[str]] = {}
     for tensor, file in _weight_map(index).items():
-        names.setdefault(file, set()).add(tensor)
-    for file in names:
         if Path(file).is_absolute() or ".." in Path(file).parts or "\\" in file or not file.endswith(".safetensors"):
             raise _bad(f"{index} names {file!r}, which is no safetensors file inside its folder", AGAIN)
+        names.setdefault(str(Path(file)), set()).add(tensor)  # `./a` is `a`
     missing = sorted(file for file in names if not (model_dir / file).is_file())
     if missing:
         raise _bad(

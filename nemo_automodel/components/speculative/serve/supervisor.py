@@ -53,11 +53,11 @@ def _cmdline(pid: int) -> str:
 
 
 def signal_all(pids: list[int], number: int) -> None:
-    """Send a signal to each pid; one that has ended is no error."""
+    """Send a signal to each pid; one that has ended, or is another user's, must not save the others."""
     for pid in pids:
         try:
             os.kill(pid, number)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):
             continue
 
 

@@ -10,7 +10,7 @@ from typing import Any, Mapping
 from nemo_automodel.components.speculative.serve.hub import fetch_hub_file
 from nemo_automodel.components.speculative.serve.types import TargetFacts
 from nemo_automodel.errors import ResolveError
-from nemo_automodel.files import is_path_like, read_json
+from nemo_automodel.files import expand_user, is_path_like, read_json
 
 WHERE = "serve.target"
 
@@ -23,7 +23,7 @@ def read_target(path: str, base_dir: Path | None = None) -> TargetFacts:
     Raises:
         ResolveError: no such folder, no readable config.json, or a key that fixes a size is missing.
     """
-    folder = Path(base_dir or ".") / Path(path).expanduser()
+    folder = Path(base_dir or ".") / expand_user(path)
     if folder.is_dir():
         file = folder / "config.json"
         if not file.is_file():
@@ -46,7 +46,7 @@ def read_target_or_none(path: str, base_dir: Path | None = None) -> tuple[Target
     try:
         return read_target(path, base_dir), None
     except ResolveError as error:
-        if is_path_like(path, base_dir) or (Path(base_dir or ".") / Path(path).expanduser()).is_dir():
+        if is_path_like(path, base_dir) or (Path(base_dir or ".") / expand_user(path)).is_dir():
             raise
         return None, f"{error.found}: checks of the draft against this target are skipped"
 
@@ -101,5 +101,5 @@ def facts_from_config(path: str, config: Mapping[str, Any]) -> TargetFacts:
 
 def absolute_target(target: str, base_dir: Path) -> str:
     """A local target as an absolute path (a pasted command must work from any folder); a Hub id as it is."""
-    folder = (base_dir / Path(target).expanduser()).absolute()
+    folder = (base_dir / expand_user(target)).absolute()
     return str(folder) if folder.is_dir() else target

@@ -31,6 +31,15 @@ def flags_for(version: str) -> frozenset[str]:
     return frozenset(flags)
 
 
+def full_flag(flag: str, version: str) -> str:
+    """The flag that vLLM's argparse takes `flag` for: it completes one that begins only one other."""
+    bare, dot, rest = flag.partition(".")
+    no, name = ("no-", bare[3:]) if bare.startswith("no-") and bare not in flags_for(version) else ("", bare)
+    known = flags_for(version)
+    longer = [full for full in known if full.startswith(name)]
+    return f"{no}{longer[0]}{dot}{rest}" if name not in known and len(longer) == 1 else flag
+
+
 def unknown_flag(flag: str, version: str) -> tuple[str, str] | None:
     """(what is wrong, what to type) for a flag that the release's parser would refuse; None: it takes it.
 

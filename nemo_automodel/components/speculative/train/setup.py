@@ -20,6 +20,7 @@ from nemo_automodel.components.speculative.draft.network import DraftNetwork
 from nemo_automodel.components.speculative.draft.spec import DraftSpec
 from nemo_automodel.components.speculative.methods.batch import TrainBatch
 from nemo_automodel.components.speculative.methods.flex import check_kind
+from nemo_automodel.components.speculative.methods.partition import return_freed_memory
 from nemo_automodel.components.speculative.methods.peagle import teacher_head
 from nemo_automodel.components.speculative.target import (
     Target, TargetStates, build_draft_spec, read_target_dims,
@@ -71,6 +72,8 @@ def build_models(job: TrainJob, data: TrainData, resume: Path | None, say: Say) 
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_kind(job.train.attention, device)
+    if job.draft.sequence_partitions > 1:
+        return_freed_memory()
     wanted = job.train.precision
     bf16 = wanted is Precision.bf16 or (wanted is Precision.auto and device.type == "cuda")
     dims = read_target_dims(job.target.path, trust_remote_code=job.target.trust_remote_code)

@@ -59,10 +59,13 @@ class EarlierDraft:
 
     def vocab_ids(self) -> Tensor | None:
         """Its map's target ids [draft_vocab], when it has one of the wanted size."""
-        offsets = self.tensors.get("d2t")
+        offsets, head = self.tensors.get("d2t"), self.tensors.get("lm_head.weight")
+        reduced = self.spec.draft_vocab_size < self.spec.vocab_size
+        if offsets is None and head is not None and reduced and len(head) == self.spec.draft_vocab_size:
+            self._refuse(["missing d2t, which says what tokens the rows of lm_head.weight stand for"])
         if offsets is None or offsets.shape != (self.spec.draft_vocab_size,):
             return None
-        if self.spec.draft_vocab_size == self.spec.vocab_size:
+        if not reduced:
             return None
         ids = torch.arange(len(offsets)) + offsets
         if bool((ids.diff() <= 0).any()) or not 0 <= int(ids[0]) <= int(ids[-1]) < self.spec.vocab_size:
