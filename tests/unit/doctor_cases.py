@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from drafts import HEAD, H, V, draft_config, draft_tensors
+from drafts import HEAD, HEADS, KV, H, V, draft_config, draft_tensors
 
 GONE: Any = ...
 LAYER = "layers.0.self_attn."
@@ -65,7 +65,7 @@ def fused(tensors: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-BIASES = {LAYER + f"{x}_proj.bias": ones(size) for x, size in (("q", 16), ("k", 8), ("v", 8))}
+BIASES = {LAYER + f"{x}_proj.bias": ones(size) for x, size in (("q", HEADS * HEAD), ("k", KV * HEAD), ("v", KV * HEAD))}
 WIDE_HEADS = {
     LAYER + f"{x}_proj.weight": ones(*size)
     for x, size in (("q", (32, 32)), ("k", (16, 32)), ("v", (16, 32)), ("o", (16, 32)))
@@ -304,10 +304,10 @@ CASES: list[tuple[str, Any, Any, dict[str, Any], int, str, str]] = [
     # tensors that vLLM takes, skips or drops (run)
     ("n_predict", served(n_predict=3), bare(), {}, 0, "note", "n_predict: 3 -> (absent)"),
     ("fused", served(), fused(bare()), {}, 0, "", ""),
-    ("fused, short", served(), fused(bare()) | {LAYER + "qkv_proj.weight": ones(30, 32)}, {}, 1, "error", "[32, 32]"),
+    ("fused, short", served(), fused(bare()) | {LAYER + "qkv_proj.weight": ones(30, 32)}, {}, 1, "error", "[128, 32]"),
     ("bias of zeros", served(), bare() | {"fc.bias": np.zeros(H, "float32")}, {}, 0, "note", "all zeros"),
     ("bias", served(), bare() | {"fc.bias": ones(H)}, {}, 1, "error", "does not know: fc.bias"),
-    ("q bias", served(), bare() | {LAYER + "q_proj.bias": ones(16)}, {}, 0, "note", "zeros (3 in all)"),
+    ("q bias", served(), bare() | {LAYER + "q_proj.bias": ones(HEADS * HEAD)}, {}, 0, "note", "zeros (3 in all)"),
     ("up bias", served(), bare() | {"layers.0.mlp.up_proj.bias": ones(24)}, {}, 0, "note", "zeros (2 in all)"),
     ("t2d of another name", served(), bare() | {"x.t2d_y": ones(2)}, {}, 0, "note", "skips every name with t2d"),
     ("inv_freq", served(), bare() | {"rotary_emb.inv_freq": ones(4)}, {}, 0, "note", "computes its own"),

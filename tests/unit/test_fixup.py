@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafts import HEAD, H, V, draft_config, draft_tensors, write_draft, write_target
+from drafts import HEAD, HEADS, KV, H, V, draft_config, draft_tensors, write_draft, write_target
 
 from nemo_automodel.components.speculative.serve.fixup import examine, plan_fixups
 from nemo_automodel.components.speculative.serve.resolve import resolve
@@ -122,7 +122,7 @@ def test_an_ordinary_model_is_no_draft(plan: Planner) -> None:
 
 
 def test_shapes_follow_the_config(plan: Planner) -> None:
-    with pytest.raises(FixupError, match=r"q_proj.weight is \[16, 32\], the config says \[32, 32\]"):
+    with pytest.raises(FixupError, match=r"q_proj.weight is \[64, 32\], the config says \[32, 32\]"):
         plan(draft_config(head_dim=16))
 
 
@@ -322,7 +322,7 @@ def test_the_qwen3_form_is_kept_where_vllm_has_it(plan: Planner) -> None:
 def test_flags_follow_the_tensors(plan: Planner) -> None:
     assert plan(draft_config(attention_bias=True, fc_norm=True)).config["attention_bias"] is False
     bias = {
-        f"model.layers.0.self_attn.{n}_proj.bias": np.ones(s, "float32") for n, s in (("q", 16), ("k", 8), ("v", 8))
+        f"model.layers.0.self_attn.{n}_proj.bias": np.ones(s, "float32") for n, s in (("q", HEADS * HEAD), ("k", KV * HEAD), ("v", KV * HEAD))
     }
     filled = plan(None, draft_tensors() | bias)
     assert filled.zeros == {"layers.0.self_attn.o_proj.bias": ("F32", (H,))} and filled.config["attention_bias"]
