@@ -221,9 +221,7 @@ def with_absolute_paths(app: AppConfig, base_dir: Path) -> AppConfig:
         app,
         target=replace(app.target, path=absolute(app.target.path)),
         data=replace(app.data, train=absolute(app.data.train), validation=absolute(app.data.validation)),
-        draft=replace(
-            app.draft, init_from=absolute(app.draft.init_from), vocab_map=absolute(app.draft.vocab_map)
-        ),
+        draft=replace(app.draft, init_from=absolute(app.draft.init_from), vocab_map=absolute(app.draft.vocab_map)),
         train=replace(app.train, resume=absolute(app.train.resume) if app.train.resume != "LATEST" else "LATEST"),
         serve=replace(
             app.serve,

@@ -322,7 +322,8 @@ def test_the_qwen3_form_is_kept_where_vllm_has_it(plan: Planner) -> None:
 def test_flags_follow_the_tensors(plan: Planner) -> None:
     assert plan(draft_config(attention_bias=True, fc_norm=True)).config["attention_bias"] is False
     bias = {
-        f"model.layers.0.self_attn.{n}_proj.bias": np.ones(s, "float32") for n, s in (("q", HEADS * HEAD), ("k", KV * HEAD), ("v", KV * HEAD))
+        f"model.layers.0.self_attn.{n}_proj.bias": np.ones(s, "float32")
+        for n, s in (("q", HEADS * HEAD), ("k", KV * HEAD), ("v", KV * HEAD))
     }
     filled = plan(None, draft_tensors() | bias)
     assert filled.zeros == {"layers.0.self_attn.o_proj.bias": ("F32", (H,))} and filled.config["attention_bias"]
