@@ -11,7 +11,7 @@ import pytest
 from launching import launch
 
 from nemo_automodel.components.datasets.rows import ChatRow
-from nemo_automodel.components.speculative.bench.asking import run_level, warm_up
+from nemo_automodel.components.speculative.bench.asking import SETTLE_S, run_level, warm_up
 from nemo_automodel.components.speculative.bench.streaming import Answer, Asking, ask
 from nemo_automodel.components.speculative.bench.workload import Prompt
 from nemo_automodel.errors import LaunchError
@@ -40,6 +40,17 @@ def test_answers_keep_the_order_of_the_prompts(tmp_path: Path, concurrency: int,
     alone = [c.counters.num_drafts if c.counters else None for c in run.conversations]
     assert alone == [4 if concurrency == 1 else None] * 9
     assert [c.steps for c in run.conversations] == [4 if stream else None] * 9
+
+
+def test_a_lookup_that_seldom_finds_anything_is_not_waited_for(tmp_path: Path) -> None:
+    """It counts no draft for most steps; waiting for those cost five seconds a prompt."""
+    with launch(tmp_path, "never_drafts", speculative=False) as (client, _):
+        start = time.monotonic()
+        run = run_level(
+            client, (_prompt("a"),) * 3, ASKING, concurrency=1, counting=True, drafts_every_step=False
+        )
+        assert time.monotonic() - start < SETTLE_S
+    assert run.counters.num_drafts == 0 and [c.counters for c in run.conversations] == [None] * 3
 
 
 def test_every_chunk_is_timed_and_says_its_tokens(tmp_path: Path) -> None:

@@ -12,10 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Mapping
 
+import httpx
+
 from nemo_automodel.components.speculative.bench.streaming import Answer, Asking, ask
 from nemo_automodel.components.speculative.bench.workload import Prompt
 from nemo_automodel.components.speculative.serve.client import ServerClient
 from nemo_automodel.components.speculative.serve.counters import SpecDecodeCounters
+from nemo_automodel.errors import LaunchError
 
 SETTLE_S = 5.0  # the server writes its counters after the last answer has been sent
 AGREE_S = 0.02  # two readings this far apart that are equal: nothing more comes after one conversation
@@ -68,16 +71,25 @@ class LevelRun:
 
 
 def run_level(
-    client: ServerClient, prompts: tuple[Prompt, ...], asking: Asking, *, concurrency: int, counting: bool
+    client: ServerClient,
+    prompts: tuple[Prompt, ...],
+    asking: Asking,
+    *,
+    concurrency: int,
+    counting: bool,
+    drafts_every_step: bool = True,
 ) -> LevelRun:
     """Ask every prompt, `concurrency` conversations at a time. `counting`: the server has spec-decode counters.
+
+    `drafts_every_step` is false for a lookup that proposes only where it finds something: how many drafts one
+    conversation counts is then not known beforehand, so only the whole level is counted.
 
     Raises:
         LaunchError: the server refuses a prompt or stops answering.
     """
     before = settled_counters(client) if counting else None
     if concurrency == 1:
-        conversations, seconds = _one_by_one(client, prompts, asking, before)
+        conversations, seconds = _one_by_one(client, prompts, asking, before if drafts_every_step else None)
     else:
         start = time.perf_counter()
         conversations = _together(client, prompts, asking, concurrency)
@@ -142,10 +154,10 @@ def _together(
 def _counters_after(client: ServerClient, before: SpecDecodeCounters, steps: int) -> SpecDecodeCounters:
     """The counters once they hold at least `steps` more drafts and two readings agree."""
     deadline = time.monotonic() + SETTLE_S
-    last = client.counters() or before
+    last = _counters(client) or before
     while time.monotonic() < deadline:
         time.sleep(AGREE_S)
-        now = client.counters() or before
+        now = _counters(client) or before
         if now == last and now.num_drafts - before.num_drafts >= steps:
             break
         last = now
@@ -155,11 +167,19 @@ def _counters_after(client: ServerClient, before: SpecDecodeCounters, steps: int
 def settled_counters(client: ServerClient) -> SpecDecodeCounters | None:
     """The counters once two readings in a row agree."""
     deadline = time.monotonic() + SETTLE_S
-    last = client.counters()
+    last = _counters(client)
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        now = client.counters()
+        now = _counters(client)
         if now == last:
             break
         last = now
     return last
+
+
+def _counters(client: ServerClient) -> SpecDecodeCounters | None:
+    try:
+        return client.counters()
+    except httpx.HTTPError as error:
+        what = f"the server's counters cannot be read: {str(error) or type(error).__name__}"
+        raise LaunchError(what, where="serve.benchmark", remedy="see the server's log") from error

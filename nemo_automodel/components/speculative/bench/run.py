@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Mapping
@@ -29,20 +28,17 @@ from nemo_automodel.components.speculative.bench.sharing import (
 )
 from nemo_automodel.components.speculative.bench.streaming import Asking
 from nemo_automodel.components.speculative.bench.workload import WHERE, Prompt, digest_prompts, load_prompts
-from nemo_automodel.components.speculative.serve.causes import find_cause
 from nemo_automodel.components.speculative.serve.client import ServerClient
 from nemo_automodel.components.speculative.serve.command import build_baseline_command, build_command
 from nemo_automodel.components.speculative.serve.export_plan import ExportPlan
 from nemo_automodel.components.speculative.serve.launch import running_server, stopping_servers
 from nemo_automodel.components.speculative.serve.port import find_port
-from nemo_automodel.components.speculative.serve.process import LogFile
 from nemo_automodel.components.speculative.serve.types import Exported, Fixups, LaunchCommand, ServerInfo, ServeSpec
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
-from nemo_automodel.errors import ConfigError, LaunchError
+from nemo_automodel.errors import ConfigError
 
 __all__ = ["BenchmarkJob", "BenchmarkResult", "check_gate", "run_benchmark"]
 
-DEATH_S = 3.0  # a dying server's last words may come after its last answer
 Say = Callable[[str], None]
 OnServer = Callable[[LaunchCommand, ServerInfo], None]
 
@@ -189,35 +185,25 @@ def _measure(
     ):
         if on_server:
             on_server(command, info)
-        try:
-            measured = Measured(tuple(_level(run, kind, client, level) for level in bench.concurrency))
-        except LaunchError as error:
-            raise _explained(error, client, log) from error
+        measured = Measured(tuple(_level(run, kind, client, level) for level in bench.concurrency))
     write_answers(answers or folder / f"answers_{kind}.json", kind, measured, same, asdict(info))
     return measured
 
 
 def _level(run: _Run, kind: str, client: ServerClient, concurrency: int) -> LevelRun:
     warm_up(client, run.prompts, run.asking, concurrency)
-    done = run_level(client, run.prompts, run.asking, concurrency=concurrency, counting=kind != "baseline")
+    done = run_level(
+        client,
+        run.prompts,
+        run.asking,
+        concurrency=concurrency,
+        counting=kind != "baseline",
+        drafts_every_step=kind == "speculative",
+    )
     run.say(
         f"{kind}: {done.tokens} tokens in {done.seconds:.1f} s, {done.tokens_per_s:.1f} tokens/s, {concurrency} at once"
     )
     return done
-
-
-def _explained(error: LaunchError, client: ServerClient, log: Path) -> LaunchError:
-    """The same error, with the server's own last words when it has died."""
-    deadline = time.monotonic() + DEATH_S
-    with ServerClient(client.url, client.model) as probe:  # the first one may be closed
-        while alive := probe.healthy():
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.2)
-    if alive:
-        return error
-    cause = find_cause(LogFile(log).tail())
-    return LaunchError(f"the server died in mid-benchmark: {cause}", where="serve.benchmark", remedy=f"see {log}")
 
 
 def asked_rows(prompts: tuple[Prompt, ...], served: LevelRun) -> tuple[ChatRow, ...]:
