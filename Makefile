@@ -26,8 +26,9 @@ $(VENV)/installed: pyproject.toml
 quickstart: setup
 	$(PY) recipes/train_then_serve.py serve.enabled=true serve.mode=benchmark serve/port=auto
 
+# One thread for each of the two workers: threads that wait for a busy core spin.
 test: setup
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf $(VENV) build *.egg-info

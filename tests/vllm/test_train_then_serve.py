@@ -38,9 +38,9 @@ def newest_result(folder: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the quickstart draft has been trained in full, as `make quickstart` does."""
+    """A folder in which the quickstart draft has been trained, for two thirds of the steps of `make quickstart`."""
     folder = tmp_path_factory.mktemp("quickstart")
-    run(folder, "train.save_every_steps=200")
+    run(folder, "train.max_steps=900")
     return folder
 
 
@@ -52,7 +52,7 @@ def test_in_float32_vllm_and_the_reference_decoder_count_the_same(trained: Path)
     assert predicted["num_drafts"] == bench["num_drafts"]
     assert predicted["acceptance_per_position"] == bench["acceptance_per_position"]
     assert bench["text_equal"] == bench["prompts"] == 30, "speculation changed the text"
-    assert bench["acceptance_length"] >= 3.0
+    assert bench["acceptance_length"] >= 2.5
 
 
 def test_an_eagle3_draft_with_all_its_options_counts_the_same_in_float32(tmp_path: Path) -> None:
@@ -78,22 +78,21 @@ def test_the_served_draft_beats_the_ngram_lookup_and_bf16_agrees_with_the_predic
     result = newest_result(trained)
     bench = result["benchmark"]
     assert result["export"]["reused"] is True, "nothing changed since the export"
-    assert bench["acceptance_length"] >= 3.0
+    assert bench["acceptance_length"] >= 2.5
     assert bench["ngram_tokens_per_step"] < bench["useful_tokens_per_step"] - 1
     assert bench["predicted"]["max_difference"] <= 0.02
 
 
 def test_a_sweep_with_a_broken_checkpoint_measures_the_others(trained: Path, tmp_path: Path) -> None:
     (run_dir,) = (p.parent for p in trained.glob("outputs/quickstart/*/checkpoints"))
-    good = sorted(p for p in (run_dir / "checkpoints").glob("epoch_*"))
     broken = tmp_path / "broken"
     (broken / "model").mkdir(parents=True)
     (broken / "model" / "config.json").write_text("{")
-    checkpoints = f"serve.checkpoint={good[0]},{broken},{good[-1]}"
+    checkpoints = f"serve.checkpoint={broken},{run_dir}"
     run(tmp_path, "-m", *BENCHMARK, *FEW, *BARE, checkpoints, code=1)
     (sweep,) = tmp_path.glob("outputs/quickstart/multirun_*")
     board = json.loads((sweep / "leaderboard.json").read_text())
-    assert [entry["status"] for entry in board] == ["ok", "ok", "failed"]
+    assert [entry["status"] for entry in board] == ["ok", "failed"]
     assert board[-1]["reason"] and "config.json" in board[-1]["reason"]
 
 
