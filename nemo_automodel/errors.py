@@ -7,6 +7,11 @@ Exit codes (design section 8): 0 done, 1 failed, 2 vLLM missing or too old, 3 ac
 from __future__ import annotations
 
 
+def printable_text(text: str) -> str:
+    """A name in a file may hold what moves a terminal's cursor, or bytes that are no text: both as escapes."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 class UserError(Exception):
     """Something a user can mend. Three parts: what was found, where, what to type next."""
 
@@ -17,9 +22,7 @@ class UserError(Exception):
         super().__init__(found, where, remedy)
 
     def __str__(self) -> str:
-        line = " ".join(f"{self.found} [{self.where}] -> {self.remedy}".split("\n"))
-        # a file's name may hold what moves a terminal's cursor, or bytes that are no text
-        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+        return printable_text(" ".join(f"{self.found} [{self.where}] -> {self.remedy}".split("\n")))
 
 
 class ConfigError(UserError):

@@ -76,7 +76,7 @@ def read_safetensors_header(path: Path) -> SafetensorsHeader:
             raise ValueError(f"{path}: header of {length} bytes does not fit a file of {size} bytes (half-written?)")
         try:
             raw = json.loads(file.read(length))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: its header is not JSON ({error})") from error
     return _parse_header(raw, path, data_start=8 + length, file_size=size)
 
@@ -85,6 +85,8 @@ def _parse_header(raw: object, path: Path, *, data_start: int, file_size: int) -
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: its header is not a JSON object")
     metadata = raw.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{path}: __metadata__ in its header is not a map of texts, which safetensors refuses")
     try:
         tensors = [
             TensorInfo(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
@@ -136,7 +138,10 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """`write_atomic` of plain JSON: indented, non-ASCII kept, NaN refused."""
-    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):  # JSON spells it, UTF-8 cannot
+        text = json.dumps(value, indent=2, allow_nan=False)
+    write_atomic(path, text + "\n")
 
 
 def read_json(path: Path) -> dict:
@@ -149,7 +154,7 @@ def read_json(path: Path) -> dict:
         text = file.read()
     try:
         value = json.loads(text.decode("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: a JSON object is wanted, found {type(value).__name__}")

@@ -49,6 +49,29 @@ def examine(
 
 
 @pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"extra": {"no-such-flag": 3}}, "no --no-such-flag"),
+        ({"extra": {"port": 1}}, "--port is managed"),
+        ({"extra": {"max-num-seqs": True}}, "--max-num-seqs has no value"),
+        ({"extra": {"max_num_seqs": 0}}, "--max-num-seqs is 0"),
+        ({"extra": {"max_num_b": -5}}, "--max-num-batched-tokens is -5"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
+        ({"max_model_len": -4}, "max_model_len is -4"),
+    ],
+)
+def test_options_that_vllm_refuses_are_errors(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    found = examine(tmp_path, eagle3(), SEQUENTIAL, **options)
+    assert found.exit_code == 1 and any(text in finding.what for finding in found.of(Severity.error))
+
+
+def test_a_path_that_a_launch_would_refuse_is_an_error(tmp_path: Path) -> None:
+    draft = write_draft(tmp_path / os.fsdecode(b"d\xff"))
+    found = diagnose(ServeSpec(str(draft), "", vllm_version="0.32", print_only=True), tmp_path)
+    assert found.exit_code == 1 and "is not UTF-8" in found.findings[0].what and "\\xff" in found.draft
+
+
+@pytest.mark.parametrize(
     ("config", "tensors", "options", "code", "severity", "text"),
     [case[1:] for case in CASES],
     ids=[case[0] for case in CASES],

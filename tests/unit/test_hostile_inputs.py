@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,20 @@ def test_an_error_cannot_move_the_cursor_or_break_the_terminal_s_encoding() -> N
     text = str(ConfigError("a\x1b[2Jb\rc\udcff", where="x\ny", remedy="zürich 数"))
 
     assert text == r"a\x1b[2Jb\rc\udcff [x y] -> zürich 数"
+
+
+def test_what_a_draft_s_config_spells_cannot_break_the_terminal_or_the_export(tmp_path: Path) -> None:
+    """JSON can spell half a surrogate and an escape; vLLM ignores both in a key that it does not know."""
+    draft, target = write_draft(tmp_path / "d", config=draft_config(zz="\ud800", qq=["\ud800"])), tmp_path / "t"
+    write_target(target)
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, "auto_map": {"A": "\ud800\x1b[2J"}}))
+    words = [sys.executable, "-m", "nemo_automodel.components.speculative.serve_vllm"]
+    named = ["--draft", str(draft), "--target", str(target)]
+    for command in (["doctor", *named], [*named, "--export-only", "--export-dir", str(tmp_path / "x")]):
+        done = subprocess.run([*words, *command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+        assert "\x1b[2J" not in done.stdout + done.stderr
 
 
 def test_folders_that_cannot_be_flushed_are_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

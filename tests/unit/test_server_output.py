@@ -51,6 +51,18 @@ def test_the_last_words_are_waited_for_though_the_terminal_is_slow() -> None:
     assert terminal.getvalue().endswith("the last word\n")
 
 
+class ClosedTerminal(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError("nobody reads")
+
+
+def test_a_terminal_that_went_away_does_not_stop_the_server_s_output() -> None:
+    chatty = "import sys\nfor i in range(9000): print('line', i)\nsys.exit(4)"
+    command = LaunchCommand((sys.executable, "-c", chatty), {}, ())
+    with ServerProcess(command, PassThrough(ClosedTerminal()), grace_s=1) as process:
+        assert process.wait() == 4
+
+
 def test_a_log_that_was_taken_away_is_no_failure(tmp_path: Path) -> None:
     assert LogFile(tmp_path / "gone.log").tail() == ""
 

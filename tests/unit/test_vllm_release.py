@@ -79,7 +79,7 @@ def test_a_newer_version_uses_the_newest_facts_and_says_so() -> None:
     assert dataclasses.replace(future, version="0.33", known=True) == newest
 
 
-@pytest.mark.parametrize(("text", "code"), [("0.13.1", 2), ("latest", 1), ("", 1)])
+@pytest.mark.parametrize(("text", "code"), [("0.13.1", 2), ("latest", 1), ("", 1), ("0." + "9" * 5000, 1)])
 def test_too_old_or_no_version_is_refused(text: str, code: int) -> None:
     with pytest.raises(UserError, match="serve.vllm.version") as error:
         vr.release_for(text)
@@ -130,6 +130,22 @@ def test_an_explicit_version_that_is_not_installed(tmp_path: Path) -> None:
     assert found.release.version == "0.16" and "0.20.2 is installed" in found.warnings[0]
     with pytest.raises(ConfigError, match="0.20.2 is installed"):
         vr.resolve_release(ServeSpec(checkpoint="x", target="y", python=python, vllm_version="v0_16"))
+
+
+@pytest.mark.parametrize("installed", ["0.1.dev1+gabc123", "0.1.dev9000+gabc.d20260101.cpu", "dev"])
+def test_a_source_build_without_a_release_number_can_serve(tmp_path: Path, installed: str) -> None:
+    spec = dataclasses.replace(SPEC, python=fake_python(tmp_path, f"echo vllm {installed}"))
+    found = vr.resolve_release(spec)
+    assert found.release.version == vr.known_minors()[-1] and "tells no release" in found.warnings[0]
+    assert vr.resolve_release(dataclasses.replace(spec, vllm_version="0.30")).release.version == "0.30"
+
+
+@pytest.mark.parametrize(
+    ("installed", "cpu"), [("0.26.1.dev3+gabc.cpu", True), ("0.32.0+cpu", True), ("0.32.0+cu130", False)]
+)
+def test_the_cpu_build_is_told_by_its_local_version(tmp_path: Path, installed: str, cpu: bool) -> None:
+    spec = dataclasses.replace(SPEC, python=fake_python(tmp_path, f"echo vllm {installed}"))
+    assert vr.resolve_release(spec).cpu is cpu
 
 
 def test_a_cpu_wheel_that_cannot_speculate_is_too_old(tmp_path: Path) -> None:

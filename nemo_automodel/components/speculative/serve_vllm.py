@@ -100,7 +100,7 @@ def run_doctor(words: Sequence[str], extra: Sequence[str]) -> int:
     Raises:
         ConfigError: no such vLLM release, or words after -- that are no flags.
     """
-    args = build_doctor_parser().parse_args(words)
+    args, more = build_doctor_parser().parse_args(words), parse_extra(extra)
     spec = ServeSpec(
         checkpoint=args.draft,
         target=args.target,
@@ -111,7 +111,8 @@ def run_doctor(words: Sequence[str], extra: Sequence[str]) -> int:
         method=args.method,
         max_model_len=args.max_model_len,
         vllm_version=args.vllm,
-        extra_args=parse_extra(extra),
+        served_model_name=more.pop("served-model-name", None),
+        extra_args=more,
     )
     diagnosis = diagnose(spec, Path.cwd())
     Report(Console(highlight=False), as_flags).diagnosis(diagnosis)

@@ -59,7 +59,16 @@ def read_cause(text: str, exit_code: int | None = None) -> Cause:
             if match := known.pattern.search(line):
                 remedy = known.remedy.format(match.group(), *(group or "" for group in match.groups()))
                 return Cause(line.strip()[:_SHOWN], remedy)
-    return Cause(told, SIGNALS.get(exit_code or 0, ""))
+    by_signal = (exit_code or 0) > 128 and not any(_CAUSE.match(line) for line in lines)
+    return Cause(_signal_name(exit_code) if by_signal else told, SIGNALS.get(exit_code or 0, ""))
+
+
+def _signal_name(exit_code: int) -> str:
+    """For a server that had nothing to say of its death; its last lines would only lead astray."""
+    try:
+        return f"ended by {signal.Signals(exit_code - 128).name}"
+    except ValueError:
+        return f"ended by signal {exit_code - 128}"
 
 
 def _telling_lines(text: str) -> list[str]:

@@ -28,8 +28,8 @@ def cache_root(argv: Sequence[str], draft_config: Mapping[str, Any], inherited: 
     """
     default = Path(inherited.get("XDG_CACHE_HOME") or "~/.cache") / "vllm"
     base = expand_user(inherited.get(VARIABLE) or default)
-    key = json.dumps([_shape(argv), draft_config], sort_keys=True, ensure_ascii=False, default=str)
-    return str(base / FOLDER / hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:16])
+    key = json.dumps([_shape(argv), draft_config], sort_keys=True, default=str)  # ASCII: half a surrogate has no UTF-8
+    return str(base / FOLDER / hashlib.sha256(key.encode()).hexdigest()[:16])
 
 
 def share_model_infos(env: Mapping[str, str]) -> None:

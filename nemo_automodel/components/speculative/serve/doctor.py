@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from nemo_automodel.components.speculative.serve.command import extra_flags
 from nemo_automodel.components.speculative.serve.fixup import Examination, examine
 from nemo_automodel.components.speculative.serve.resolve import resolve
 from nemo_automodel.components.speculative.serve.target_facts import read_target_or_none
+from nemo_automodel.components.speculative.serve.text_paths import printable, refuse_no_text
 from nemo_automodel.components.speculative.serve.types import Resolved, ServeSpec, TargetFacts
 from nemo_automodel.components.speculative.serve.vllm_release import ResolvedRelease, release_to_export_for
-from nemo_automodel.errors import ResolveError, UserError, VllmMissingError
+from nemo_automodel.errors import ConfigError, ResolveError, UserError, VllmMissingError
 
 OK, FAILS, TOO_OLD = 0, UserError.exit_code, VllmMissingError.exit_code
 _SHOWN = 60
@@ -83,10 +85,15 @@ def diagnose(spec: ServeSpec, base_dir: Path) -> Diagnosis:
     target, target_findings = _target(spec, base_dir)
     findings += target_findings
     try:
+        extra_flags(spec.extra_args, release.release)
+    except ConfigError as error:
+        findings.append(Finding(Severity.error, error.found, error.where, error.remedy))
+    try:
         resolved = resolve(spec.checkpoint, base_dir)
+        refuse_no_text(resolved.model_dir, spec)
     except ResolveError as error:
         findings.append(Finding(Severity.error, error.found, error.where, error.remedy))
-        return _diagnosis(spec.checkpoint, vllm, spec, findings, FAILS)
+        return _diagnosis(printable(spec.checkpoint), vllm, spec, findings, FAILS)
     examination = examine(resolved, release.release, target, spec)
     findings += findings_of(examination)
     return _diagnosis(_describe(resolved, examination), vllm, spec, findings, _code(examination, findings, release))

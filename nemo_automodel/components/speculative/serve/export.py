@@ -183,7 +183,7 @@ def _build(plan: ExportPlan) -> str:
 
 
 def _manifest(plan: ExportPlan, digests: list[str], weights: Path) -> dict[str, Any]:
-    key = json.dumps([plan.content, digests], sort_keys=True, ensure_ascii=False).encode()
+    key = json.dumps([plan.content, digests], sort_keys=True, ensure_ascii=False).encode(errors="surrogatepass")
     sources = [
         {"name": name, "facts": fact, "sha256": digest}
         for name, fact, digest in zip(plan.sources, plan.facts, digests, strict=True)

@@ -15,6 +15,7 @@ from nemo_automodel.components.speculative.serve import fixup_vocab as vocab
 from nemo_automodel.components.speculative.serve.fixup_family import check_draft_family
 from nemo_automodel.components.speculative.serve.fixup_padding import fix_padding
 from nemo_automodel.components.speculative.serve.fixup_target import check_multimodal
+from nemo_automodel.components.speculative.serve.fixup_written import read_as_meant
 from nemo_automodel.components.speculative.serve.ledger import Caution, Ledger, Problem, raise_problems
 from nemo_automodel.components.speculative.serve.replay import check_replay
 from nemo_automodel.components.speculative.serve.types import Fixup, Fixups, Resolved, ServeSpec, TargetFacts
@@ -78,8 +79,10 @@ def examine(
     names = tensors.plan_names(resolved, ledger)
     if not check_draft_family(ledger, names):  # what follows would judge it by another layout's rules
         return _examination(ledger, None)
+    read_as_meant(ledger)
     parallel = config.read_kind(ledger, names)
     config.un_nest_speculators(ledger)
+    read_as_meant(ledger)  # what was nested, too
     sizes.check_types(ledger)
     sizes.fix_sizes(ledger, names, target)
     fix_padding(ledger, names, target)

@@ -207,6 +207,7 @@ def _named_aux(ledger: Ledger, layers: int | None) -> list[int] | None:
     nested = as_mapping(ledger.config.get("eagle_config")).get("eagle_aux_hidden_state_layer_ids")
     if not isinstance(nested, (list, tuple)) or not nested:
         return _dflash_aux(ledger)
+    nested = _whole(list(nested))
     if layers is not None and list(nested) == [1, layers // 2 - 1, layers - 4]:
         shifted = [i + 1 for i in nested]
         ledger.warn(f"eagle_config counts layer outputs ({list(nested)}): as inputs, vLLM's way, they are {shifted}")
@@ -221,8 +222,11 @@ def _named_aux(ledger: Ledger, layers: int | None) -> list[int] | None:
 
 def _dflash_aux(ledger: Ledger) -> list[int] | None:
     ids = as_mapping(ledger.config.get("dflash_config")).get("target_layer_ids")
-    if not isinstance(ids, (list, tuple)) or not ids or not all(type(i) is int for i in ids):
+    if not isinstance(ids, (list, tuple)) or not ids:
         return None
+    ids = _whole(list(ids))
+    if not all(type(i) is int for i in ids):
+        return ids  # named, in no form that can be read: a problem, never a guess
     ledger.warn(f"dflash_config counts layer outputs ({list(ids)}): as inputs, vLLM's way, each is 1 higher")
     return [i + 1 for i in ids]
 
@@ -271,7 +275,8 @@ def _fix_layer_types(ledger: Ledger) -> None:
     """Sliding attention that the draft was trained with stays, one entry per draft layer; anything else goes."""
     types: Any = ledger.config.get("layer_types")
     count = ledger.config.get("num_hidden_layers") or 0
-    if not isinstance(types, list) or "sliding_attention" not in types[:count]:
+    off = ledger.config.get("use_sliding_window") is False  # Qwen's switch, which vLLM's Llama layers do not ask
+    if off or not isinstance(types, list) or "sliding_attention" not in types[:count]:
         ledger.drop("layer_types", "full attention in every draft layer, as vLLM builds them without it")
         for key in ("sliding_window", "use_sliding_window"):
             if ledger.config.get(key) not in (None, False):
@@ -280,5 +285,8 @@ def _fix_layer_types(ledger: Ledger) -> None:
         ledger.problem(
             "layer_types has sliding_attention, but there is no sliding_window", where=DRAFT, remedy="set it"
         )
+    elif len(types) < count:
+        found = f"layer_types names {len(types)} of {count} layers, and not all of them may slide"
+        ledger.problem(found, remedy="write one entry for each layer, as it was trained")
     elif len(types) != count:
         ledger.set("layer_types", types[:count], "one entry for each draft layer")

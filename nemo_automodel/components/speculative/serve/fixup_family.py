@@ -27,6 +27,8 @@ _OTHER_KINDS = (
     (re.compile(r"^Eagle(?!3)"), "an EAGLE-1 or EAGLE-2 draft"),
     (re.compile(r"^Eagle3|Eagle3"), "an EAGLE-3 draft of another layout"),
 )
+# families whose decoder layer is Llama's, but for what tensors and config tell (biases, q_norm, sliding windows)
+_LLAMA_LIKE = re.compile(r"^(Eagle3)?(Mistral|Qwen2|Qwen2_5|Qwen3|Phi3)ForCausalLM(Eagle3)?$")
 _MLA = re.compile(r"\.(kv_a_proj_with_mqa|kv_b_proj|q_a_proj|q_b_proj)\.")
 _EXPERTS = re.compile(r"\.experts\.\d+\.|\.block_sparse_moe\.")
 _REMEDY = "name an EAGLE-3 or P-EAGLE draft of the Llama or Qwen3 layout; vLLM may serve this one without this tool"
@@ -90,4 +92,6 @@ def _told_by_tensors(ledger: Ledger, names: Names) -> str | None:
 
 
 def _told_by_name(foreign: str | None) -> str | None:
-    return next((kind for pattern, kind in _OTHER_KINDS if foreign and pattern.search(foreign)), None)
+    if foreign is None or _LLAMA_LIKE.match(foreign):
+        return None
+    return next((kind for pattern, kind in _OTHER_KINDS if pattern.search(foreign)), None)

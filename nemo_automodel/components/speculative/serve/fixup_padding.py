@@ -24,7 +24,7 @@ def fix_padding(ledger: Ledger, names: Names, target: TargetFacts | None) -> Non
     Rows beyond the target's ids are cut; a head over fewer ids than the target's gets a `d2t` of zeros (vLLM then
     spreads its logits over the target's ids); a draft without embeddings takes the target's size.
     """
-    size = _held(ledger, names)
+    size = _held(ledger, names, target)
     if size is None or target is None or size == target.vocab_size:
         return
     used = tokenizer_size(target.folder)
@@ -39,18 +39,32 @@ def fix_padding(ledger: Ledger, names: Names, target: TargetFacts | None) -> Non
         _widen(ledger, names, size, target.vocab_size, used)
 
 
-def _held(ledger: Ledger, names: Names) -> int | None:
+def _held(ledger: Ledger, names: Names, target: TargetFacts | None) -> int | None:
     """Rows of the draft's own embeddings, else its `vocab_size`; a config cloned from the target may say another."""
     said, shape = ledger.config.get("vocab_size"), names.shape(EMBED)
     if type(said) is not int or said < 1:
         return None  # a problem of its own
-    if shape is None or len(shape) != 2 or shape[0] == said or not is_padding(shape[0], said, None):
+    if target is not None and _is_drafts_own(ledger, names, said, target.vocab_size):
+        ledger.set("draft_vocab_size", said, "as many as the rows of lm_head")
+        ledger.set("vocab_size", target.vocab_size, "the target's: it held the size of the draft's own vocabulary")
+        return target.vocab_size
+    if shape is None or len(shape) != 2 or shape[0] == said:
+        return said
+    if not is_padding(shape[0], said, tokenizer_size(target.folder) if target else None):
         return said
     head = names.shape(HEAD)
     if ledger.config.get("draft_vocab_size") == said and head is not None and head[0] == shape[0]:
         ledger.set("draft_vocab_size", shape[0], "as many as the rows of lm_head")
     ledger.set("vocab_size", shape[0], "as many as the rows of embed_tokens")
     return shape[0]
+
+
+def _is_drafts_own(ledger: Ledger, names: Names, said: int, wanted: int) -> bool:
+    """Does `vocab_size` count the draft's reduced vocabulary, while its tables are for the target's?"""
+    sizes = [shape[0] for name in (EMBED, "t2d") if (shape := names.shape(name))]
+    own = [shape[0] for name in (HEAD, "d2t") if (shape := names.shape(name))]
+    reduced = own == [said, said] and ledger.config.get("draft_vocab_size") in (None, said)
+    return reduced and said < wanted and bool(sizes) and all(size == wanted for size in sizes)
 
 
 def is_padding(one: int, other: int, used: int | None) -> bool:

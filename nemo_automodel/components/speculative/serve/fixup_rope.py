@@ -26,6 +26,7 @@ _ORIGINAL = "original_max_position_embeddings"
 
 def fix_positions(ledger: Ledger, target: TargetFacts | None, spec: ServeSpec) -> None:
     """Write `rope_theta` and `rope_parameters` (and `rope_scaling` when scaled), then lift the length if need be."""
+    _drop_nulls(ledger)
     if not _is_readable(ledger):
         return
     if _theta(ledger) is None:
@@ -40,6 +41,15 @@ def fix_positions(ledger: Ledger, target: TargetFacts | None, spec: ServeSpec) -
     if not rope.scaling:
         ledger.drop("rope_scaling", "rope is not scaled")
     _reach(ledger, rope, _target_length(target), spec.max_model_len)
+
+
+def _drop_nulls(ledger: Ledger) -> None:
+    """`"rope_type": null` is a kind of its own to vLLM's get_rope, which knows none of that name (run)."""
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = as_mapping(ledger.config.get(key))
+        if None in rope.values():
+            kept = {name: value for name, value in rope.items() if value is not None}
+            ledger.set(key, kept, "readers take a null for a value")
 
 
 def _fill_original(ledger: Ledger) -> None:
@@ -95,14 +105,23 @@ def _is_readable(ledger: Ledger) -> bool:
 
 def _scaling_fault(rope: Mapping[str, Any]) -> str | None:
     """An unknown kind of scaling, or one without a number it needs: vLLM's get_rope ends with it at start."""
-    kind = _kind(rope)
+    kind, older = _kind(rope), _kind({"type": rope.get("type")})
+    if rope.get("type") is not None and older != kind:
+        return f"rope_type is {kind!r}, but type, its older name, is {older!r}"
     if not isinstance(kind, str) or kind not in _KINDS:
         return f"rope type {kind!r} is none of {', '.join(_KINDS)}"
     if kind == "dynamic" and rope.get("alpha") is not None:
         return None
     lists = ("short_factor", "long_factor")
-    bad = [key for key in _KINDS[kind] if not isinstance(rope.get(key), list if key in lists else (int, float))]
+    bad = [
+        key for key in _KINDS[kind] if not (isinstance(rope.get(key), list) if key in lists else _above_0(rope, key))
+    ]
     return f"{kind} rope has no usable {', '.join(bad)}" if bad else None
+
+
+def _above_0(rope: Mapping[str, Any], key: str) -> bool:
+    value = rope.get(key)
+    return type(value) in (int, float) and value > 0
 
 
 def _kind(rope: object) -> str:

@@ -10,6 +10,7 @@ from nemo_automodel.components.speculative.serve.fixup_target import check_famil
 from nemo_automodel.components.speculative.serve.fixup_tensors import Names
 from nemo_automodel.components.speculative.serve.ledger import Ledger
 from nemo_automodel.components.speculative.serve.types import ServeSpec, TargetFacts
+from nemo_automodel.components.speculative.serve.vllm_flags import full_flag
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
 
 FALLBACK_DEPTH = 3
@@ -18,6 +19,7 @@ _DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 _DEPTH_KEYS = {True: ("num_depths",), False: ("ttt_steps", "ttt_length", "num_speculative_tokens")}
 # (max_num_batched_tokens, max_num_seqs) that vLLM takes by itself on small and large GPUs, EngineArgs 0.17-0.27
 _DEFAULT_BUDGETS = ((2048, 256), (8192, 1024))
+_COUNTS = ("max-num-batched-tokens", "max-num-seqs")
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _CPU_BUDGET = (2048, 128)  # of the API server, times tensor_parallel_size (read in 0.26)
 
@@ -80,6 +82,9 @@ def _check_dtype_and_length(ledger: Ledger, target: TargetFacts | None, spec: Se
             f"{spec.dtype!r} is no dtype of vLLM", where="serve.dtype", remedy=f"one of {', '.join(_DTYPES)}"
         )
     length = spec.max_model_len
+    if length is not None and (length == 0 or length < -1):  # -1: vLLM's word for what fits
+        found = f"max_model_len is {length}"
+        ledger.problem(found, where="serve.max_model_len", remedy="give 1 or more, or null for the target's")
     if target is None or length is None or "VLLM_ALLOW_LONG_MAX_MODEL_LEN" in spec.env:
         return
     # a scaled rope or a tokenizer's own limit may stretch the target: there vLLM is left to judge
@@ -97,6 +102,7 @@ def check_options(
     """What depends on the server's options alone: parallel sizes, method, and P-EAGLE's room in the scheduler."""
     _check_dtype_and_length(ledger, target, spec)
     _check_parallel_sizes(ledger, target, spec)
+    _check_counts(ledger, release, spec)
     _check_cpu_heads(ledger, release)
     _check_method(ledger, parallel, spec)
     if not (parallel and release.parallel_drafting):
@@ -113,7 +119,7 @@ def _check_budget(ledger: Ledger, depth: int, release: VllmRelease, spec: ServeS
 
     What the options leave open vLLM chooses by the GPU: only what fails on every kind is a problem.
     """
-    tokens, seqs = _count(spec, "max_num_batched_tokens"), _count(spec, "max_num_seqs")
+    tokens, seqs = (_count(spec, release, flag) for flag in _COUNTS)
     where = "serve.extra_args"
     if release.slot_budget == "per_step":
         if tokens is not None and tokens <= depth - 1:
@@ -149,11 +155,27 @@ def _check_cpu_heads(ledger: Ledger, release: VllmRelease) -> None:
         ledger.problem(found, remedy="serve this draft on a GPU")
 
 
-def _count(spec: ServeSpec, key: str) -> int | None:
-    value: Any = spec.extra_args.get(key, spec.extra_args.get(key.replace("_", "-")))
+def _check_counts(ledger: Ledger, release: VllmRelease, spec: ServeSpec) -> None:
+    """Both are `ge=1` for vLLM (config/scheduler.py, 0.32), and want a value."""
+    for flag in _COUNTS:
+        value, count = _given(spec, release, flag), _count(spec, release, flag)
+        if isinstance(value, bool) or (count is not None and count < 1):
+            found = f"--{flag} {'has no value' if isinstance(value, bool) else f'is {count}'}"
+            key = flag.replace("-", "_")
+            ledger.problem(found, where=f"serve.extra_args.{key}", remedy="give 1 or more, or leave it out")
+
+
+def _given(spec: ServeSpec, release: VllmRelease, flag: str) -> Any:
+    """What `serve.extra_args` gives for a flag, however it is spelled or cut short; argparse takes the last."""
+    spelled = {full_flag(str(k).lstrip("-").replace("_", "-"), release.version): v for k, v in spec.extra_args.items()}
+    return spelled.get(flag)
+
+
+def _count(spec: ServeSpec, release: VllmRelease, flag: str) -> int | None:
+    value = _given(spec, release, flag)
     try:
         return None if value is None else int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None  # vLLM's own parser also knows "8k"; it judges those itself
 
 

@@ -114,12 +114,18 @@ def check_heads(ledger: Ledger) -> None:
 def _fix_target_hidden(ledger: Ledger, names: Names, target: TargetFacts | None) -> None:
     """A draft narrower or wider than its target: fc's columns are the target's hidden states, one per aux layer."""
     columns, hidden = _side(names, "fc.weight", 1), ledger.config.get("hidden_size")
-    if ledger.config.get("target_hidden_size") is not None or not columns or type(hidden) is not int or hidden < 1:
+    if not columns or type(hidden) is not int or hidden < 1:
         return
-    ids = ledger.config.get("eagle_aux_hidden_state_layer_ids")
+    ids, said = ledger.config.get("eagle_aux_hidden_state_layer_ids"), ledger.config.get("target_hidden_size")
     named = isinstance(ids, (list, tuple)) and len(ids) > 0
     aux = len(ids) if named else 3
-    if columns == aux * hidden or columns % aux:
+    if named and target and (said or hidden) == target.hidden_size and columns % target.hidden_size == 0:
+        told = columns // target.hidden_size
+        if told != aux:
+            found = f"{aux} aux layers are named, fc.weight takes {told} hidden states of {target.hidden_size}"
+            ledger.problem(found, remedy="list those it was trained with as eagle_aux_hidden_state_layer_ids")
+            return
+    if said is not None or columns == aux * hidden or columns % aux:
         return
     if named or columns % hidden or (target and columns == aux * target.hidden_size):  # else: more aux layers than 3
         ledger.set("target_hidden_size", columns // aux, _WHY)

@@ -15,7 +15,8 @@ from nemo_automodel.components.speculative.serve.types import Fixup, Resolved, S
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
 
 FLOATS = ("F32", "F16", "BF16", "F64")
-_UNUSED = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|rotary_pos_emb\.inv_freq)$")
+_UNUSED = re.compile(r"(^|\.)(rotary_emb\.((original_)?inv_freq|cos_cached|sin_cached)|rotary_pos_emb\.inv_freq)$")
+_WRAPPERS = ("model", "module", "_orig_mod", "draft_model")  # our layout, DDP's, torch.compile's, a trainer's whole
 _VERIFIER = re.compile(r"^verifier_(lm_head|norm)\.")  # speculators' frozen copies of the target's, for training
 _LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -70,10 +71,10 @@ class Names:
 
 
 def exported_name(source: str) -> str:
-    """The name in the export: no `model.` wrapper (vLLM adds it unasked), layer 0 by number instead of `midlayer`."""
+    """The name in the export: no `model.` or other wrapper (vLLM adds its own), layer 0 by number, not `midlayer`."""
     name = source
-    while name.startswith("model."):
-        name = name[len("model.") :]
+    while (wrapper := name.partition(".")[0]) in _WRAPPERS and wrapper != name:
+        name = name[len(wrapper) + 1 :]
     return "layers.0." + name[len("midlayer.") :] if name.startswith("midlayer.") else name
 
 

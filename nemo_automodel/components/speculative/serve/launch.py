@@ -11,8 +11,9 @@ from typing import Callable, Iterator
 from nemo_automodel.components.speculative.serve.client import ServerClient
 from nemo_automodel.components.speculative.serve.port import server_url
 from nemo_automodel.components.speculative.serve.process import LogFile, PassThrough, ServerProcess, child_environment
-from nemo_automodel.components.speculative.serve.readiness import wait_ready
+from nemo_automodel.components.speculative.serve.readiness import explain_death, wait_ready
 from nemo_automodel.components.speculative.serve.types import LaunchCommand, ServerInfo
+from nemo_automodel.errors import LaunchError
 from nemo_automodel.interrupts import interruptible
 
 Say = Callable[[str], None]
@@ -36,14 +37,19 @@ def running_server(
     """A proven server for the length of the block, output in `log`; afterwards no process of it is left.
 
     Raises:
-        LaunchError: it does not become ready (see `wait_ready`) or does not go away.
+        LaunchError: it does not become ready (see `wait_ready`), dies inside the block (where something was asked of
+            it and failed), or does not go away.
     """
     output = LogFile(log)
     with ServerProcess(command, output) as process, _client(command, host, port) as client:
         say(f"starting vLLM, pid {process.pid}, output in {log}")
         ready_s = wait_ready(process, client, speculative=speculative, say=say)
         say(f"ready after {ready_s:.0f} s at {client.url}")
-        yield client, ServerInfo(client.url, process.pid, round(ready_s, 2))
+        try:
+            yield client, ServerInfo(client.url, process.pid, round(ready_s, 2))
+        except LaunchError as error:
+            with _client(command, host, port) as probe:  # the first one may be closed
+                raise explain_death(process, probe) or error from error
 
 
 def serve_foreground(

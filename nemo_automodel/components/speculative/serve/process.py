@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -66,8 +67,9 @@ class PassThrough:
         with os.fdopen(read_end, encoding="utf-8", errors="replace") as source:
             for line in source:
                 self._lines.append(line)
-                self._stream.write(line)
-                self._stream.flush()
+                with contextlib.suppress(OSError, ValueError):  # our reader is gone: the server must not block for it
+                    self._stream.write(line)
+                    self._stream.flush()
 
     def tail(self) -> str:
         return "".join(list(self._lines))

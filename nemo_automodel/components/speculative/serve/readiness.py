@@ -22,6 +22,8 @@ from nemo_automodel.errors import LaunchError
 
 POLL_S = 0.2
 PROGRESS_S = 10.0
+DEATH_S = 3.0  # a dying server's last words may come after its last answer
+DYING_S = 40.0  # for the rest of a server that no longer answers: its supervisor ends it
 COUNTER_LAG_S = 10.0  # the counters are written after the answer has been sent
 PROBE_PROMPT = "Count: one two three four"
 PROBE_TOKENS = 16
@@ -123,6 +125,17 @@ def _not_speculating(process: ServerProcess, absent: bool) -> LaunchError:
 
 def _died(process: ServerProcess) -> LaunchError:
     return _error(process, "vLLM ended before it was ready, ")
+
+
+def explain_death(process: ServerProcess, client: ServerClient) -> LaunchError | None:
+    """After a request that failed: how the server died, or None when it lives."""
+    start = time.monotonic()
+    while process.exit_code() is None:
+        waited = time.monotonic() - start
+        if waited > DYING_S or waited > DEATH_S and client.healthy():
+            return None
+        time.sleep(POLL_S)
+    return _error(process, "the server died at work, ")
 
 
 def _failed(process: ServerProcess, what: str) -> LaunchError:

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from nemo_automodel.components.speculative.serve.types import Exported, Fixups, Resolved
+from nemo_automodel.errors import printable_text
 
 if TYPE_CHECKING:
     from nemo_automodel.components.speculative.bench.run import BenchmarkResult
@@ -29,7 +30,7 @@ class Report:
     def say(self, line: str) -> None:
         """One line; a warning is coloured."""
         style = "yellow" if line.startswith("warning:") else None
-        self._console.print(escape(self._words(line)), style=style, soft_wrap=True)
+        self._console.print(_plain(self._words(line)), style=style, soft_wrap=True)
 
     def warn(self, line: str) -> None:
         self.say(f"warning: {line}")
@@ -40,7 +41,7 @@ class Report:
         self.say(f"draft: {resolved.model_dir} ({resolved.layout.value}, {kind}, K={fixups.num_speculative_tokens})")
         for change in fixups.changes:
             old, new = _short(change.old), _short(change.new)
-            text = f"  [bold]{escape(change.key)}[/]: {escape(old)} -> {escape(new)}  [dim]({escape(change.why)})[/]"
+            text = f"  [bold]{_plain(change.key)}[/]: {_plain(old)} -> {_plain(new)}  [dim]({_plain(change.why)})[/]"
             self._console.print(text, soft_wrap=True)
         renamed = sum(old != new for old, new in fixups.renames.items())
         self.say(f"  tensors: {renamed} renamed, {len(fixups.renames) - renamed} kept, {len(fixups.dropped)} left out")
@@ -50,13 +51,13 @@ class Report:
         styles = {"error": "bold red", "warning": "yellow", "note": "dim"}
         for finding in findings:
             name = finding.severity.value
-            text = f"[{styles[name]}]{name:<8}[/] {escape(self._words(finding.line()))}"
+            text = f"[{styles[name]}]{name:<8}[/] {_plain(self._words(finding.line()))}"
             self._console.print(text, soft_wrap=True)
 
     def diagnosis(self, diagnosis: Diagnosis) -> None:
         """What was examined, every finding, the verdict."""
         for name in ("draft", "target", "vllm"):
-            self._console.print(escape(f"{name + ':':<8} {getattr(diagnosis, name)}"), soft_wrap=True)
+            self._console.print(_plain(f"{name + ':':<8} {getattr(diagnosis, name)}"), soft_wrap=True)
         self.findings(diagnosis.findings)
         style = "bold green" if diagnosis.exit_code == 0 else "bold red"
         self._console.print(escape(diagnosis.verdict()), style=style, soft_wrap=True)
@@ -71,6 +72,10 @@ class Report:
             self.say(line)
         for name, path in places.items():
             self.say(f"{name + ':':<12}{path}")
+
+
+def _plain(text: str) -> str:
+    return escape(printable_text(text))
 
 
 def _short(value: Any) -> str:

