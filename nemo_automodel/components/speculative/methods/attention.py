@@ -19,6 +19,7 @@ from nemo_automodel.components.speculative.methods import flex
 from nemo_automodel.components.speculative.methods.cod import DepthElements
 
 QUERY_CHUNK = {"cpu": 64, "cuda": 256}
+LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,15 @@ class Queries:
     depths: Tensor | None  # [B, N]; None: depth 0
     chunks: tuple[Chunk, ...]
 
-    def hidden(self, chunk: Chunk) -> Tensor:
-        """[B, n, high - open + end - own] bool: which of the chunk's keys from `open` on a query does not see."""
+    def bias(self, chunk: Chunk) -> Tensor:
+        """[B, n, high - open + end - own] fp32: -inf for the chunk's keys from `open` on that a query does not see.
+
+        Added, not filled in: a tenth of the time on a CPU.
+        """
+        hidden = self._hidden(chunk)
+        return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+    def _hidden(self, chunk: Chunk) -> Tensor:
         part = slice(chunk.begin, chunk.end)
         mine, device = self.anchors[:, part, None], self.anchors.device
         keys = torch.arange(chunk.open, chunk.high, device=device)
@@ -122,27 +130,25 @@ class _Chunked(torch.autograd.Function):
     """softmax(q k^T / sqrt(D)) v by chunks of queries; products in q's dtype, softmax in fp32.
 
     Inside, tensors are [B * kv_heads, ...]: the queries that share a key's head go through one product together.
+    Powers are of 2, not of e: on a CPU torch's exp2 takes a quarter of exp's time, and of a hidden key's -inf a tenth.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, own_k, own_v, queries):  # noqa: ANN001
         kv_heads = k.shape[2]
         keys, values, own_keys, own_values = (None if t is None else _by_head(t) for t in (k, v, own_k, own_v))
-        grouped = _by_group(q * q.shape[-1] ** -0.5, kv_heads)
+        grouped = _by_group(q * (LOG2_E * q.shape[-1] ** -0.5), kv_heads)
         out = torch.empty_like(grouped)
-        norm = torch.empty(grouped.shape[:-1], dtype=torch.float32, device=q.device)  # log of the softmax's sum
+        norm = torch.empty(grouped.shape[:-1], dtype=torch.float32, device=q.device)  # log2 of the softmax's sum
         for chunk in queries.chunks:
-            part, wide = slice(chunk.begin, chunk.end), slice(chunk.low, chunk.high)
+            part, count = slice(chunk.begin, chunk.end), chunk.end - chunk.begin
             mine = grouped[:, :, part].flatten(1, 2)
-            scores = _scores(mine, keys, own_keys, queries, chunk)
+            scores = _scores(mine, _seen(chunk, keys, own_keys), queries, chunk)
             top = scores.amax(-1, keepdim=True)
-            total = scores.sub_(top).exp_().sum(-1, keepdim=True)
-            weights = scores.div_(total).to(q.dtype)
-            mixed = torch.bmm(weights[..., : chunk.high - chunk.low], values[:, wide])
-            if own_values is not None:
-                mixed.baddbmm_(weights[..., chunk.high - chunk.low :], own_values[:, chunk.own : chunk.end])
-            out[:, :, part] = mixed.unflatten(1, (-1, chunk.end - chunk.begin))
-            norm[:, :, part] = (top + total.log())[..., 0].unflatten(1, (-1, chunk.end - chunk.begin))
+            total = scores.sub_(top).exp2_().sum(-1, keepdim=True)
+            mixed = torch.bmm(scores.to(q.dtype), _seen(chunk, values, own_values)).div_(total)
+            out[:, :, part] = mixed.unflatten(1, (-1, count))
+            norm[:, :, part] = (top + total.log2())[..., 0].unflatten(1, (-1, count))
         ctx.save_for_backward(grouped, keys, values, own_keys, own_values, out, norm)
         ctx.queries, ctx.batch = queries, len(q)
         return _from_group(out, len(q))
@@ -157,46 +163,47 @@ class _Chunked(torch.autograd.Function):
             None if t is None else torch.zeros_like(t) for t in (keys, values, own_keys, own_values)
         )
         for chunk in ctx.queries.chunks:
-            part, wide, own = (slice(*ends) for ends in _ends(chunk))
+            part = slice(chunk.begin, chunk.end)
             mine, d_mine = grouped[:, :, part].flatten(1, 2), d_out[:, :, part].flatten(1, 2)
-            scores = _scores(mine, keys, own_keys, ctx.queries, chunk)
-            weights = scores.sub_(norm[:, :, part].flatten(1, 2)[..., None]).exp_()
-            d_weights = _join(d_mine, values[:, wide], None if own_values is None else own_values[:, own])
-            slope = d_weights.sub_(delta[:, :, part].flatten(1, 2)[..., None]).mul_(weights).to(grouped.dtype)
-            weights = weights.to(grouped.dtype)
-            count = chunk.high - chunk.low
-            d_mixed = torch.bmm(slope[..., :count], keys[:, wide])
-            d_keys[:, wide].baddbmm_(slope[..., :count].mT, mine)
-            d_values[:, wide].baddbmm_(weights[..., :count].mT, d_mine)
-            if own_keys is not None:
-                d_mixed.baddbmm_(slope[..., count:], own_keys[:, own])
-                d_own_keys[:, own].baddbmm_(slope[..., count:].mT, mine)
-                d_own_values[:, own].baddbmm_(weights[..., count:].mT, d_mine)
-            d_q[:, :, part] = d_mixed.unflatten(1, (-1, chunk.end - chunk.begin))
+            seen = _seen(chunk, keys, own_keys)
+            weights = _scores(mine, seen, ctx.queries, chunk)
+            weights.sub_(norm[:, :, part].flatten(1, 2)[..., None]).exp2_()
+            slope = torch.bmm(d_mine, _seen(chunk, values, own_values).mT).float()
+            slope.sub_(delta[:, :, part].flatten(1, 2)[..., None]).mul_(weights)
+            slope, weights = slope.to(grouped.dtype), weights.to(grouped.dtype)
+            d_q[:, :, part] = torch.bmm(slope, seen).unflatten(1, (-1, chunk.end - chunk.begin))
+            _add_seen(chunk, torch.bmm(slope.mT, mine), d_keys, d_own_keys)
+            _add_seen(chunk, torch.bmm(weights.mT, d_mine), d_values, d_own_values)
         d_q = _from_group(d_q.mul_(d_q.shape[-1] ** -0.5), ctx.batch)
+        for d_any in (d_keys, d_own_keys):
+            if d_any is not None:
+                d_any.div_(LOG2_E)  # `grouped` carries the factor
         rest = (None if t is None else _from_head(t, ctx.batch) for t in (d_keys, d_values, d_own_keys, d_own_values))
         return d_q, *rest, None
 
 
-def _ends(chunk: Chunk) -> tuple[tuple[int, int], ...]:
-    return (chunk.begin, chunk.end), (chunk.low, chunk.high), (chunk.own, chunk.end)
+def _seen(chunk: Chunk, ground: Tensor, own: Tensor | None) -> Tensor:
+    """What the chunk reaches of depth 0's [B * kv_heads, T, D] and of the chain's, one behind the other."""
+    wide = ground[:, chunk.low : chunk.high]
+    return wide if own is None else torch.cat((wide, own[:, chunk.own : chunk.end]), dim=1)
 
 
-def _scores(mine: Tensor, keys: Tensor, own_keys: Tensor | None, queries: Queries, chunk: Chunk) -> Tensor:
+def _add_seen(chunk: Chunk, more: Tensor, ground: Tensor, own: Tensor | None) -> None:
+    """Add to the places that `_seen` reads."""
+    count = chunk.high - chunk.low
+    ground[:, chunk.low : chunk.high].add_(more[:, :count])
+    if own is not None:
+        own[:, chunk.own : chunk.end].add_(more[:, count:])
+
+
+def _scores(mine: Tensor, keys: Tensor, queries: Queries, chunk: Chunk) -> Tensor:
     """[B * kv_heads, group * n, keys] fp32, -inf where hidden."""
-    own = None if own_keys is None else own_keys[:, chunk.own : chunk.end]
-    scores = _join(mine, keys[:, chunk.low : chunk.high], own)
-    hidden = queries.hidden(chunk)  # [B, n, the last keys]
-    batch, count = hidden.shape[:2]
+    scores = torch.bmm(mine, keys.mT).float()
+    bias = queries.bias(chunk)  # [B, n, the last keys]
+    batch, count = bias.shape[:2]
     parted = scores.view(batch, len(scores) // batch, -1, count, scores.shape[-1])
-    parted[..., chunk.open - chunk.low :].masked_fill_(hidden[:, None, None], float("-inf"))
+    parted[..., chunk.open - chunk.low :].add_(bias[:, None, None])
     return scores
-
-
-def _join(left: Tensor, right: Tensor, more: Tensor | None) -> Tensor:
-    """left @ [right, more]^T in fp32."""
-    first = torch.bmm(left, right.mT)
-    return (first if more is None else torch.cat((first, torch.bmm(left, more.mT)), dim=-1)).float()
 
 
 def _by_head(x: Tensor) -> Tensor:
