@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from chat_templates import CHATML_PROMPT, FAMILIES
+from chat_templates import CHATML_PROMPT, FAMILIES, Family
 from tiny_chat import byte_tokenizer, supervised_runs, turns
 
 from nemo_automodel.components.datasets.chat_template import TemplateFault
@@ -48,14 +48,14 @@ PLAIN = {
     "begins with a greeting": ["Welcome", "A"],
 }  # fmt: skip
 TRIMMED = {"two turns": ["<b>Hello", "2, 🙂 yes"]}
-HIDDEN = "does not show what turn 2 (tool) says"
+HIDDEN = "does not show the tool calls of turn 1"  # an empty answer would be trained on in their place
 QWEN_CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
 DEEPSEEK_CALL = (
     '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{"zone": "UTC"}\n```'
-    "<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜><｜Assistant｜>"  # its second part, empty here
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"  # and not the second, empty part that the template writes behind its end
 )
 EXPECTED = {
-    "smollm2": PLAIN,
+    "smollm2": {**PLAIN, "tool call": HIDDEN},
     "qwen2.5": {**PLAIN, "tool call": [QWEN_CALL, "Noon"]},
     "qwen3": {
         "two turns": ["  <b>Hello ", THINK + "2, 🙂 yes\n"], "system": [THINK + "Hello"], "thinking": ["A", NEW],
@@ -139,15 +139,74 @@ def test_reasoning_outside_known_tags_is_not_masked_by_guess():
 
 
 def test_a_call_that_ends_where_nobody_can_tell_is_refused():
-    # Answers end with <|im_end|>, calls with another token: the first of many special ones would be a guess.
+    # Calls end with another token than answers, and are written in another way once they are followed by something.
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}<|mask|>"
-        "{{ m.tool_calls[0].function.name }}<|eot_id|>{% else %}<|im_end|>{% endif %}\n{% endfor %}" + CHATML_PROMPT
+        "{{ m.tool_calls[0].function.name }}{{ '!' if loop.last }}<|eot_id|>{% else %}<|im_end|>{% endif %}\n"
+        "{% endfor %}" + CHATML_PROMPT
     )
     with pytest.raises(
         TemplateFault, match=r"where its tool calls end is not clear; rendered: .*⟦\?⟧.*<\|mask\|>clock"
     ):
         supervised(byte_tokenizer(template), CONVERSATIONS["tool call"])
+
+
+# Habits of other families: the template, tokens beside the vocabulary that are no special ones, and what is trained on.
+GPT_OSS = (
+    "{% for m in messages %}{% if m.tool_calls %}{% if m.content %}<|im_start|>assistant<|mask|>analysis<|sep|>"
+    "{{ m.content }}<|im_end|>{% endif %}<|im_start|>assistant to={{ m.tool_calls[0].function.name }}<|sep|>{}<|call|>"
+    "{% elif m.role == 'tool' %}<|im_start|>{{ messages[loop.index0 - 1].tool_calls[0].function.name }}<|sep|>"
+    "{{ m.content }}<|im_end|>{% else %}<|im_start|>{{ m.role }}<|sep|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}<call>"
+    "{{ m.tool_calls[0].function.name }}</call>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+OLMO = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% if m.role == 'assistant' %}<end>"
+    "{{ '' if loop.last else '\n' }}{% else %}{{ '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+NEMOTRON = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+WORDS = [CONVERSATIONS["tool call"][0], {**CALL, "content": "Well"}, *CONVERSATIONS["tool call"][2:]]
+TWO_ANSWERS = turns(("user", "a"), ("assistant", "A"), ("assistant", "B"))
+HABITS = {
+    "a call is the whole turn": (
+        Family(GPT_OSS, ("<s>", "<|im_end|>", "<|im_start|>", "<|sep|>", "<|call|>", "<|mask|>")),
+        CONVERSATIONS["tool call"], [" to=clock<|sep|>{}<|call|>", "<|sep|>Noon<|im_end|>"],
+    ),
+    "thoughts and a call are one turn": (
+        Family(GPT_OSS, ("<s>", "<|im_end|>", "<|im_start|>", "<|sep|>", "<|call|>", "<|mask|>")),
+        WORDS,
+        ["<|mask|>analysis<|sep|>Well<|im_end|><|im_start|>assistant to=clock<|sep|>{}<|call|>",
+         "<|sep|>Noon<|im_end|>"],
+    ),
+    "the next speaker's token ends a call": (
+        Family(GLM, ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|tool|>"), ("<call>", "</call>")),
+        WORDS, ["Well<call>clock</call><|tool|>", "Noon"],
+    ),
+    "a newline after all answers but the last": (
+        Family(OLMO, ("<s>", "<end>")), TWO_ANSWERS, ["A<end>", "B<end>"],
+    ),
+    "the prompt opens the thinking that the content holds": (
+        Family(NEMOTRON, ("<s>", "<|im_end|>", "<|im_start|>"), ("<think>", "</think>")),
+        CONVERSATIONS["thinking"], ["old\n</think>\n\nA<|im_end|>", "new\n</think>\n\nB<|im_end|>"],
+    ),
+    "an end token that is not special": (
+        Family(NEMOTRON, ("<s>", "</s>"), ("<|im_end|>", "<|im_start|>")), TWO_ANSWERS, ["A<|im_end|>", "B<|im_end|>"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_habits_of_other_families(habit):
+    family, chat, wanted = HABITS[habit]
+    assert supervised(family.tokenizer(), chat) == wanted
 
 
 def test_an_answer_that_changes_what_stands_before_it_is_refused_and_shown():

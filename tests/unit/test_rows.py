@@ -69,9 +69,16 @@ def test_tool_calls_in_all_spellings_become_one(tmp_path):
         {"messages": [asked, {"role": "assistant", "content": None, "tool_calls": [as_text]}, told]},
         {"messages": [asked, {"role": "assistant", "tool_calls": json.dumps([call["function"]])}, told]},
         {"conversations": sharegpt, "tools": '[{"name": "clock"}]'},
+        {
+            "messages": [
+                asked,
+                {"role": "assistant", "function_call": as_text["function"]},
+                {**told, "role": "function"},
+            ]
+        },
     ]
     wanted = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, told]
-    assert read(write_jsonl(tmp_path / "a.jsonl", rows)) == [wanted] * 3
+    assert read(write_jsonl(tmp_path / "a.jsonl", rows)) == [wanted] * 4
     broken = [{"conversations": [{"from": "function_call", "value": "clock()"}]}]
     with pytest.raises(DataError, match="turn 0 is a string but not JSON"):
         read(write_jsonl(tmp_path / "b.jsonl", broken))

@@ -209,7 +209,7 @@ def test_what_was_not_opened_for_long_is_removed_but_for_what_is_in_use(tmp_path
     with filelock.FileLock(cache / f"{entries[5].name}.lock", thread_local=False):
         _, said = load(rows, cache, max_rows=7)
     assert f"removed {entries[6]} from the cache: not opened for {KEEP_DAYS} days" in said
-    assert [n for n, folder in entries.items() if folder.exists()] == [20, 5] and (cache / "mine").exists()
+    assert {n for n, folder in entries.items() if folder.exists()} == {20, 5} and (cache / "mine").exists()
     load(rows, cache, max_rows=8)
     assert not entries[5].exists()
     assert len(content(held)) == 5 and len(content(kept)) == 20  # mapped already

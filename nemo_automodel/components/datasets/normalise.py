@@ -12,7 +12,7 @@ ROLES = {
     "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant",
     "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "function_call": "assistant",
     "function-call": "assistant", "system": "system", "tool": "tool", "observation": "tool",
-    "function_response": "tool", "function-response": "tool",
+    "function_response": "tool", "function-response": "tool", "function": "tool",
 }  # fmt: skip
 CALL_ROLES = ("function_call", "function-call")  # ShareGPT: the value is the call as JSON
 # One question and one answer in two fields.
@@ -86,6 +86,8 @@ def _turn(turn: Any, index: int) -> dict[str, Any]:
     if role is None:
         raise ValueError(f"turn {index} is from {speaker!r}, known are {', '.join(ROLES)}")
     rest = {key: value for key, value in turn.items() if key not in ("from", "value", "role", "content")}
+    if "function_call" in rest:  # OpenAI's older form of one call
+        rest.setdefault("tool_calls", [rest.pop("function_call")])
     content = turn.get("content", turn.get("value", ""))
     if speaker.strip().lower() in CALL_ROLES:
         rest["tool_calls"], content = _parsed(content, f"turn {index}"), ""
