@@ -7,6 +7,7 @@ python recipes/train_then_serve.py --help
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -30,6 +31,7 @@ from nemo_automodel.components.speculative.serve.pipeline import refuse_foregrou
 from nemo_automodel.components.speculative.serve.preflight import preflight
 from nemo_automodel.components.speculative.serve.record import is_recorded, record_failure, record_training
 from nemo_automodel.components.speculative.serve.secret_names import refuse_secret_overrides
+from nemo_automodel.components.speculative.serve.types import ServeSpec
 from nemo_automodel.components.speculative.sweep import (
     SweepCallback,
     prepare_arguments,
@@ -71,20 +73,44 @@ def run_job(app: AppConfig, place: Place) -> int:
         refuse_foreground_sweep(spec, place.multirun)
         _refuse_another_target(app, checkpoint, place)
     untrained = app.train.enabled and checkpoint == str(place.run_dir)
-    if app.serve.enabled and untrained:
-        preflight(spec, app.draft, app.train, base_dir=place.base_dir)
+    beside = app.train.enabled and app.serve.benchmark.during_training
+    if (app.serve.enabled or beside) and untrained:
+        asked = spec if app.serve.enabled else replace(spec, port=0)  # benchmarks beside training find one of their own
+        asked = replace(asked, benchmark_mode=asked.benchmark_mode or beside)
+        preflight(asked, app.draft, app.train, base_dir=place.base_dir)
     if spec.print_only and untrained:
         line = _train_line(place)
         return print_forecast(spec, line, app.draft, base_dir=place.base_dir, run_dir=place.run_dir)
     if app.train.enabled and not spec.print_only:
-        result = followers.train(build_train_job(app, place.run_dir), multirun=place.multirun)
-        chosen = result.best if app.serve.checkpoint == "BEST" and result.best else result.checkpoint
-        record_training(place.run_dir, chosen, status="ok", reason=None)
-        spec = replace(spec, checkpoint=str(chosen))
+        spec = replace(spec, checkpoint=str(_train(app, spec, place)))
     if not app.serve.enabled:
         return 0
     followers.dismiss()
     return run_serve(spec, base_dir=place.base_dir, out_dir=place.run_dir, multirun=place.multirun)
+
+
+def _train(app: AppConfig, spec: ServeSpec, place: Place) -> Path:
+    """Train, with benchmarks of the checkpoints beside it where they are asked for; the checkpoint to go on with."""
+    job = build_train_job(app, place.run_dir)
+    with contextlib.ExitStack() as stack:
+        beside = None
+        if app.serve.benchmark.during_training:
+            from nemo_automodel.components.speculative.bench.beside_training import BesideTraining, check_gpus_apart
+
+            check_gpus_apart(spec, app.train.nproc_per_node, os.environ)
+            beside = BesideTraining(spec, run_dir=place.run_dir, base_dir=place.base_dir, say=_say_between)
+            stack.enter_context(beside)
+        result = followers.train(job, multirun=place.multirun)
+        chosen = result.best if app.serve.checkpoint == "BEST" and result.best else result.checkpoint
+        record_training(place.run_dir, chosen, status="ok", reason=None)
+        if beside is not None:  # a serve stage that measures will do so for the last one
+            beside.finish(measure_last=not (app.serve.enabled and spec.benchmark_mode))
+    return chosen
+
+
+def _say_between(text: str) -> None:
+    """A line on a terminal that the training worker's bar is drawn on."""
+    print(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
 def _refuse_nothing_to_do(app: AppConfig) -> None:

@@ -87,6 +87,9 @@ _RULES: list[tuple[str, Callable[[AppConfig], Any], Callable[[Any], bool], str]]
     ("train.num_threads", lambda a: a.train.num_threads, lambda v: v is None or v >= 1, "1 or more, or null"),
     ("train.log_every_steps", lambda a: a.train.log_every_steps, lambda v: v >= 1, "1 or more"),
     ("train.save_every_steps", lambda a: a.train.save_every_steps, lambda v: v is None or v >= 1, "1 or more, or null"),
+    ("train.decode_prompts", lambda a: a.train.decode_prompts, lambda v: v >= 0, "0 (none) or more"),
+    ("train.decode_max_new_tokens", lambda a: a.train.decode_max_new_tokens, lambda v: v >= 1, "1 or more"),
+    ("train.decode_every_steps", lambda a: a.train.decode_every_steps, lambda v: v is None or v >= 1, "1 or more"),
     ("data.validation", lambda a: repr(a.data.validation), lambda v: v != "''", "a path or Hub id, or null"),
     (
         "data.chat_template_kwargs",

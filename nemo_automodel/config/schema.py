@@ -128,6 +128,9 @@ class TrainConfig:
     resume: Optional[str] = None  # LATEST, or the path of a run or of one checkpoint
     log_every_steps: int = 10
     save_every_steps: Optional[int] = None  # besides the end of each epoch
+    decode_prompts: int = 16  # held-out prompts decoded with the target at each epoch's end: the true length; 0: none
+    decode_max_new_tokens: int = 128
+    decode_every_steps: Optional[int] = None  # besides the end of each epoch
     keep_trainer_states: int = 2  # the newest so many checkpoints can be resumed; older ones keep their weights only
     keep_last_checkpoints: Optional[int] = None  # older ones are removed, LATEST and BEST never; null: all stay
     tensorboard: Optional[bool] = None  # null: when the package tensorboard is installed
@@ -169,6 +172,7 @@ class BenchmarkConfig:
     min_speedup: Optional[float] = None  # another: output tokens/s over those of the baseline
     rerun: bool = False  # true: a job that is done already (hydra.sweep.dir=OLD) is measured again
     gpu_sets: List[str] = field(default_factory=list)  # jobs side by side take one each: ["0","1"] or ["0,1","2,3"]
+    during_training: bool = False  # true: serve and ask each new checkpoint while training goes on: docs/training.md
     update_best: bool = False  # true: at the end of a sweep BEST, beside LATEST, points at the best checkpoint
 
 

@@ -32,6 +32,8 @@ class Handler(BaseHTTPRequestHandler):
             self._reply(json.dumps({"data": [{"id": MODEL}]}))
         elif self.path == "/metrics" and BEHAVIOUR != "no_counters":
             d = COUNTS["drafts"]
+            if BEHAVIOUR == "killed_between_answers" and d > 20:
+                os.kill(os.getpid(), signal.SIGKILL)
             self._reply(PAGE.format(m=MODEL, d=d, t=2 * d, a=d // 2))
         else:
             self._reply("")
@@ -69,6 +71,8 @@ class Handler(BaseHTTPRequestHandler):
             if number == 1 and BEHAVIOUR == "dies_in_an_answer":
                 print(PREFIX + "torch.OutOfMemoryError: CUDA out of memory", flush=True)
                 os._exit(1)
+            if number == 1 and BEHAVIOUR == "killed_in_an_answer":
+                os.kill(os.getpid(), signal.SIGKILL)
             if number == 1 and BEHAVIOUR == "falls_silent":
                 threading.Event().wait()
             if number == 1 and BEHAVIOUR == "breaks_off":

@@ -135,11 +135,22 @@ def test_a_gate_may_be_moved_without_measuring_again(spec, fake, tmp_path, capsy
     assert "measured before" in capsys.readouterr().err
 
 
-def test_a_server_that_dies_in_mid_benchmark_fails_with_its_last_words(spec, monkeypatch, tmp_path) -> None:
-    use_fake(monkeypatch, "dies_in_an_answer")
-    with pytest.raises(LaunchError, match="died in mid-benchmark: torch.OutOfMemoryError: CUDA out of memory"):
+@pytest.mark.parametrize(
+    ("behaviour", "told"),
+    [
+        ("dies_in_an_answer", "died at work, exit code 1: torch.OutOfMemoryError: CUDA out of memory"),
+        ("killed_in_an_answer", "died at work, exit code 137: ended by SIGKILL .*out of memory"),
+        ("killed_between_answers", "died at work, exit code 137: ended by SIGKILL .*out of memory"),
+    ],
+)
+def test_a_server_that_dies_in_mid_benchmark_fails_with_its_last_words(
+    spec, monkeypatch, tmp_path, behaviour: str, told: str
+) -> None:
+    use_fake(monkeypatch, behaviour)
+    with pytest.raises(LaunchError, match=told):
         run(spec, tmp_path / "out")
     assert result(tmp_path / "out")["stage"] == "benchmark"
+    assert not result(tmp_path / "out")["benchmark"]  # no number of a run that broke off
 
 
 def test_a_broken_shared_file_is_measured_again(spec, fake, tmp_path) -> None:

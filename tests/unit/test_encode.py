@@ -9,7 +9,7 @@ from tiny_chat import CHATML, CHATML_MARKED, byte_tokenizer, supervised_runs, tu
 
 from nemo_automodel.components.datasets.bad_rows import BadRows
 from nemo_automodel.components.datasets.encode import RowEncoder, encode_rows
-from nemo_automodel.components.datasets.rows import BadRow, ChatRow
+from nemo_automodel.components.datasets.rows import BadRow, ChatRow, normalise_row
 from nemo_automodel.components.datasets.tokenizer import load_tokenizer
 from nemo_automodel.errors import ConfigError, DataError
 
@@ -26,6 +26,15 @@ def supervised(template: str, messages, *, merges=()) -> list[str]:
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
 def test_multi_turn_with_system_prompt(template):
     assert supervised(template, THREE) == ["<b>Hello<|im_end|>", "2, 🙂 yes<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
+def test_a_turn_of_weight_0_is_context_only(template):
+    """OpenAI's fine-tuning form."""
+    row = {"messages": [*THREE[:2], {**THREE[2], "weight": 0}, *THREE[3:]]}
+    assert supervised(template, normalise_row(row, 1, None).messages) == ["2, 🙂 yes<|im_end|>"]
+    with pytest.raises(ValueError, match="weight of turn 2 is 0.5"):
+        normalise_row({"messages": [*THREE[:2], {**THREE[2], "weight": 0.5}]}, 1, None)
 
 
 def test_marked_and_unmarked_templates_agree():

@@ -61,6 +61,7 @@ def test_together_drafts_are_the_levels_and_steps_are_the_chunks() -> None:
     merged = level(*talks, seconds=2.5, counters=replace(counted, num_drafts=5), concurrency=2)
     got = level_figures(merged, None).acceptance  # one chunk held two steps: chunks are no steps
     assert (got.source, got.useful_tokens_per_step) == ("counters of the level", 7 / 5)
+    assert [one.acceptance.useful_tokens_per_step for one in subset_figures(merged, None)] == [None, None]
     one, two = subset_figures(level(*talks, seconds=2.5, counters=counted, concurrency=2), None)
     assert (one.acceptance.useful_tokens_per_step, two.acceptance.source) == (2.5, "chunks")
     assert one.acceptance.acceptance_length is None  # a level's counters do not say whose drafts they are
@@ -129,7 +130,7 @@ def test_a_result_comes_back_from_its_json() -> None:
 
 
 def test_without_speculation_nothing_is_accepted_and_nothing_gained() -> None:
-    base = level(talk(answer(1, 1, 1, 1)), talk(answer(1, 1, 1)))
+    base = level(talk(answer(1, 1, 1, 1)), talk(answer(1, 1, 2)))  # a slow reader finds two steps in one chunk
     result = build_result(Measured((base,)), Measured((base,)), None, k=0)
     assert (result.k, result.acceptance_length, result.acceptance_per_position, result.num_drafts) == (0, 1.0, (), 0)
     assert (result.speedup, result.speedup_interval, result.useful_tokens_per_step) == (1.0, (1.0, 1.0), 1.0)

@@ -10,7 +10,7 @@ import signal
 
 import torch
 from test_train_loop import train_here
-from tiny_train import losses_of, make_job, metrics_of
+from tiny_train import make_job, metrics_of
 
 import nemo_automodel.components.speculative.train.loop as loop_module
 from nemo_automodel.components.speculative.draft.io import load_draft
@@ -19,10 +19,16 @@ from nemo_automodel.components.speculative.train.outcome import last_checkpoint
 
 SETTINGS = {
     "rows": 16, "num_epochs": 2, "grad_accumulation_steps": 2, "save_every_steps": 1, "keep_trainer_states": 1,
-    "keep_last_checkpoints": 2,
+    "keep_last_checkpoints": 2, "log_every_steps": 3, "decode_prompts": 0,
 }  # fmt: skip
 # Moments of one step with its checkpoint: each call of these is one.
 MOMENTS = ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "rmdir"), (torch, "save"))
+MEASURED = ("tokens_per_s", "memory_gb", "seconds")
+
+
+def logged(job) -> list[dict]:
+    """The lines of metrics.jsonl without what the machine's load decides."""
+    return [{key: value for key, value in line.items() if key not in MEASURED} for line in metrics_of(job)]
 
 
 def train_until(job, moments: int) -> None:
@@ -66,7 +72,7 @@ def test_killed_at_random_moments_it_ends_as_if_never_killed(tmp_path):
             load_draft(latest / "model")
             load_state(latest)
     assert kills >= 5
-    assert losses_of(job) == losses_of(straight) and metrics_of(job)[-1] == metrics_of(straight)[-1]
+    assert logged(job) == logged(straight)
     root = job.run_dir / "checkpoints"
     assert sorted(p.name for p in root.iterdir()) == sorted(p.name for p in end.checkpoint.parent.iterdir())
     one, other = load_draft(end.checkpoint / "model")[0], load_draft(root / "LATEST" / "model")[0]

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from nemo_automodel.components.datasets.rows import ChatRow
-from nemo_automodel.components.speculative.bench.reference import Row, main, prompt_ids, walk
+from nemo_automodel.components.speculative.bench.reference import main
+from nemo_automodel.components.speculative.decoder import Row, prompt_ids, walk
 from nemo_automodel.components.speculative.draft.eagle3 import Eagle3Draft
 from nemo_automodel.components.speculative.draft.io import save_draft
 from nemo_automodel.components.speculative.draft.layers import apply_rotary

@@ -66,8 +66,9 @@ def sweep(tmp_path: Path) -> Path:
 def test_the_fastest_draft_is_shipped_with_the_command_that_serves_it(sweep: Path, capsys) -> None:
     assert write_leaderboard(sweep) == 1
     said = " ".join(capsys.readouterr().err.split())
-    assert "ship this: run/epoch_1_step_900 with K=4" in said and "1.90x" in said and "interval 1.80 to 2.00" in said
+    assert "ship this: epoch_1_step_900 with K=4" in said and "1.90x" in said and "interval 1.80 to 2.00" in said
     assert "--port 8000 --dtype auto" in said and "41233" not in said
+    assert "not compared: 1 of 6 jobs failed before they were measured" in said
 
 
 def test_jobs_without_speculation_that_shared_a_measurement_are_one_candidate(sweep: Path) -> None:
@@ -90,6 +91,16 @@ def test_a_gain_that_cannot_be_told_from_none_is_none(tmp_path: Path, more: dict
     job(tmp_path / "sweep", "0", bench(2, 120.0, **more))
     verdict = verdict_of(tmp_path / "sweep")
     assert verdict.headline.startswith(told) and (verdict.ship is None) == (told == "do not speculate")
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_what_is_served_otherwise_than_trained_is_shipped_with_a_word(tmp_path: Path, agrees: bool) -> None:
+    wrong = {"what": "rope_theta is 500000.0, not 10000.0"}
+    predicted = {"agrees": agrees, "acceptance_length": 3.5, "dtype": "float32", "export_differences": [wrong]}
+    job(tmp_path / "sweep", "0", bench(2, 150.0, predicted=predicted | {"diagnosis": None}))
+    verdict = verdict_of(tmp_path / "sweep")
+    told = "not served as it was trained: acceptance length 2.700, predicted 3.500: rope_theta is 500000.0"
+    assert any(told in reason for reason in verdict.reasons) != agrees and verdict.ship
 
 
 def test_a_sweep_in_which_all_failed_ships_nothing(tmp_path: Path) -> None:
@@ -141,23 +152,27 @@ def test_the_page_stands_alone_and_nothing_in_it_is_taken_for_markup(sweep: Path
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_a_browser_needs_no_sideways_scrolling(sweep: Path, tmp_path: Path, width: int) -> None:
+def test_a_browser_shows_a_page_that_can_be_read(sweep: Path, tmp_path: Path, width: int) -> None:
     if CHROMIUM is None:
         pytest.skip("no chromium here: apt-get install chromium")
     write_leaderboard(sweep)
     inner = html.escape((sweep / "report.html").read_text(), quote=True)
     script = (
         "<script>onload = () => { const d = document.querySelector('iframe').contentDocument;"
+        "const box = (o) => o.getBoundingClientRect();"
+        "const letters = [...d.querySelectorAll('svg text')].map((t) => box(t).height).sort((a, b) => a - b);"
         "document.title = [d.documentElement.scrollWidth, d.querySelector('.scroll').clientWidth,"
-        "d.querySelector('svg').getBoundingClientRect().width].join(' '); }</script>"
+        "box(d.querySelector('svg')).width, box(d.querySelectorAll('th')[3]).right, letters[0]].join(' '); }</script>"
     )
     frame = f'<iframe style="width:{width}px;height:800px;border:0" srcdoc="{inner}"></iframe>'
     (tmp_path / "frame.html").write_text(f'<!doctype html><meta charset="utf-8">{frame}{script}')
     argv = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
             "--window-size=1400,900", "--dump-dom", f"file://{tmp_path / 'frame.html'}"]  # fmt: skip
     dom = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True).stdout
-    page, table, picture = map(float, re.search(r"<title>([\d. ]+)</title>", dom).group(1).split())
+    page, table, picture, rate, letters = map(float, re.search(r"<title>([\d. ]+)</title>", dom).group(1).split())
     assert page <= width and table <= width and 200 < picture <= width
+    assert rate <= width, "tokens/s is out of sight"
+    assert letters >= 8, "the smallest words of the pictures cannot be read"
 
 
 def test_best_follows_the_verdict_only_when_asked(sweep: Path, capsys) -> None:

@@ -20,7 +20,7 @@ from test_reference import K, V, edit, make_parallel, make_sequential, target_di
 from transformers import Qwen3ForCausalLM
 
 from nemo_automodel.components.speculative.bench.diagnose import Diagnosis, compare_folders, judge_counts
-from nemo_automodel.components.speculative.bench.hypotheses import Asked, ask_target, try_each
+from nemo_automodel.components.speculative.bench.hypotheses import Asked, ask_target, plan_hypotheses, try_each
 from nemo_automodel.components.speculative.bench.parity import compare
 from nemo_automodel.components.speculative.bench.reference import Job
 from nemo_automodel.components.speculative.draft.io import load_draft
@@ -162,17 +162,41 @@ def test_the_intact_draft_is_blamed_for_nothing(world) -> None:
         assert not any("gives the served" in cause.proof for cause in causes)
 
 
-def test_how_a_tensor_was_changed_is_said(world, tmp_path: Path) -> None:
-    root = world[0]
-    said = {}
-    for damage in ("fc rotated", "d2t permuted", "a norm's sign"):
-        kind, sabotage, *_ = SABOTAGE[damage]
-        shutil.copytree(root / kind, tmp_path / damage)
-        sabotage(tmp_path / damage)
-        (cause,) = compare_folders(root / kind, tmp_path / damage)
-        said[damage] = cause.what
-    assert "blocks rotated by 1" in said["fc rotated"] and "is permuted" in said["d2t permuted"]
-    assert "differs in 16 of 16 elements" in said["a norm's sign"]
+def swap(one: str, other: str) -> Callable[[Tensors], None]:
+    def change(held: Tensors) -> None:
+        a, b = name_of(held, one), name_of(held, other)
+        held[a], held[b] = held[b], held[a]
+
+    return change
+
+
+def rearrange_fc(held: Tensors) -> None:
+    name = name_of(held, "fc.weight")
+    held[name] = torch.cat([held[name].chunk(3, 1)[i] for i in (1, 0, 2)], 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (rotate_fc, ["fc.weight has its blocks rotated by 1"]),
+        (rearrange_fc, ["fc.weight has its blocks in the order [1, 0, 2]"]),
+        (permute, ["d2t is permuted"]),
+        (scale_norm, ["post_attention_layernorm.weight differs in 16 of 16 elements"]),
+        (set_ones("layers.0.hidden_norm.weight"), ["hidden_norm.weight is all ones"]),
+        (lambda held: held[name_of(held, "down_proj.weight")].zero_(), ["down_proj.weight is all zeros"]),
+        (swap("gate_proj.weight", "up_proj.weight"),
+         ["gate_proj.weight holds the values of layers.0.mlp.up_proj.weight",
+          "up_proj.weight holds the values of layers.0.mlp.gate_proj.weight"]),
+        (lambda held: held.update({n: held[n].roll(1, 0) for n in held if n.endswith("lm_head.weight")}),
+         ["lm_head.weight has its rows in another order"]),
+    ],
+)  # fmt: skip
+def test_how_a_tensor_was_changed_is_said(world, tmp_path: Path, damage, said: list[str]) -> None:
+    shutil.copytree(world.root / "s", tmp_path / "served")
+    tensors(tmp_path / "served", damage)
+    causes = compare_folders(world.root / "s", tmp_path / "served")
+    assert len(causes) == len(said)
+    assert all(words in cause.what for words, cause in zip(said, causes, strict=True)), causes
 
 
 def test_a_tensor_that_is_gone_or_new_is_named(world, tmp_path: Path) -> None:
@@ -181,6 +205,18 @@ def test_a_tensor_that_is_gone_or_new_is_named(world, tmp_path: Path) -> None:
     assert {cause.what for cause in compare_folders(world[0] / "p", tmp_path / "served")} == {
         "mask_hidden is not served", "extra is not in the checkpoint",
     }  # fmt: skip
+
+
+def test_only_maps_that_a_server_survives_are_tried(world) -> None:
+    """A map ordered by frequency has negative offsets; read as ids they index nothing."""
+    draft = load_draft(world.root / "s")[0]
+    state = dict(draft.state_dict())
+    count = torch.arange(len(state["d2t"]))
+    state["d2t"] = (state["d2t"] + count).flip(0) - count
+    assert (state["d2t"] < 0).any()
+    tried = [h for h in plan_hypotheses(draft.spec, state, world.asked.target, ()) if h.area == "vocabulary map"]
+    ids = [h.edit(dict(state))["d2t"] + count for h in tried]
+    assert len(ids) == 3 and all(0 <= int(i.min()) and int(i.max()) < V for i in ids)
 
 
 def one(area: str, name: str, *accepted: int) -> dict:

@@ -39,7 +39,7 @@ def weights(checkpoint):
 
 
 # 9 micro batches of 2 rows: with 2 x 2 in a step the last step of an epoch has 1, so that a process has none.
-SHARED = {"rows": 17, "num_epochs": 2, "lr": 1e-3}
+SHARED = {"rows": 17, "num_epochs": 2, "lr": 1e-3, "decode_max_new_tokens": 16, "decode_every_steps": 2}
 
 
 def test_two_processes_have_the_loss_curve_of_one_with_twice_the_accumulation(tmp_path):
@@ -49,7 +49,8 @@ def test_two_processes_have_the_loss_curve_of_one_with_twice_the_accumulation(tm
     folders = in_processes(2, lambda world: train_in(world, job))
     assert folders == [job.run_dir / "checkpoints" / "epoch_2_step_6"] * 2
     assert losses_of(job) == pytest.approx(losses_of(alone), rel=1e-6) and len(losses_of(job)) == 6
-    for mine, theirs in zip(metrics_of(job), metrics_of(alone)):
+    for mine, theirs in zip(metrics_of(job), metrics_of(alone), strict=True):
+        assert ("decode" in mine, mine["step"]) == ("decode" in theirs, theirs["step"])  # by the first process alone
         assert mine.get("accuracy_per_depth") == theirs.get("accuracy_per_depth")
         if "validation" in mine:  # sharded
             assert mine["validation"]["loss"] == pytest.approx(theirs["validation"]["loss"], rel=1e-5)

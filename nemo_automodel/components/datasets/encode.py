@@ -15,7 +15,7 @@ import numpy as np
 
 from nemo_automodel.components.datasets.bad_rows import BadRows
 from nemo_automodel.components.datasets.chat_spans import AssistantSpans
-from nemo_automodel.components.datasets.chat_template import ChatTemplate, Span, TemplateFault
+from nemo_automodel.components.datasets.chat_template import ChatTemplate, Messages, Span, TemplateFault
 from nemo_automodel.components.datasets.encode_parallel import encode_all
 from nemo_automodel.components.datasets.encoded_rows import EncodedRow, EncodedRows, RowWriter
 from nemo_automodel.components.datasets.reasoning import check_all_found, reasoning_spans
@@ -58,6 +58,7 @@ class RowEncoder:
         finder = AssistantSpans(ChatTemplate(self.tokenizer, row.tools, self.kwargs)) if row.tools else self._plain
         text, spans = finder(row.messages)
         _check_text(text)
+        spans = _weighted(spans, row.messages)
         if not self.mask_reasoning_content:
             return text, spans, ()
         hidden = reasoning_spans(text, spans)
@@ -92,6 +93,20 @@ class RowEncoder:
             return self.encode(row)
         except TemplateFault as fault:
             return BadRow(row.number, str(fault), fault.remedy, row.place)
+
+
+def _weighted(spans: tuple[Span, ...], messages: Messages) -> tuple[Span, ...]:
+    """Without the turns whose `weight` is 0 (OpenAI's fine-tuning form). Raises TemplateFault where the template's
+    marked parts are not one for each assistant turn."""
+    weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
+    if all(weights):
+        return spans
+    if len(spans) != len(weights):
+        raise TemplateFault(
+            f"it has a turn of weight 0, but the template marks {len(spans)} parts in {len(weights)} assistant turns",
+            "leave the weights out of these rows, or delete the rows",
+        )
+    return tuple(span for span, weight in zip(spans, weights) if weight)
 
 
 def _check_text(text: str) -> None:

@@ -92,6 +92,8 @@ def _turn(turn: Any, index: int) -> dict[str, Any]:
     if speaker.strip().lower() in CALL_ROLES:
         rest["tool_calls"], content = _parsed(content, f"turn {index}"), ""
     text = _answer_of(content, index) if role == "tool" else _text_of(content, index)
+    if (weight := rest.get("weight", 1)) not in (0, 1):
+        raise ValueError(f"the weight of turn {index} is {weight!r}; known are 0 (not trained on) and 1")
     made = {"role": role, "content": text, **rest}
     if "tool_calls" in made:
         made["tool_calls"] = _calls(made["tool_calls"], index)

@@ -15,7 +15,7 @@ from typing import Any, Iterator
 from nemo_automodel.errors import DataError
 from nemo_automodel.files import is_path_like
 
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".ndjson", ".ndjson.gz")
 PARQUET_ROWS = 256  # read at once
 # A folder whose files are named after splits is read by split, as `datasets` does: test rows must not be trained on.
 SPLIT_WORDS = {
@@ -82,7 +82,7 @@ def open_source(path: str, split: str, where: str) -> FileSource | TableSource:
     """
     local = Path(os.path.expanduser(path))  # a user that is not there is left as it is
     if os.path.isfile(local):  # pathlib's raises for a name that is too long
-        if not local.name.endswith(FILE_SUFFIXES):
+        if not local.name.lower().endswith(FILE_SUFFIXES):
             raise DataError(
                 f"cannot read {local}: the name ends in none of {', '.join(FILE_SUFFIXES)}", where=where,
                 remedy=f"set {where}=PATH to a file of such a name",
@@ -92,7 +92,7 @@ def open_source(path: str, split: str, where: str) -> FileSource | TableSource:
         if (local / "state.json").exists() or (local / "dataset_dict.json").exists():  # `save_to_disk`
             return TableSource(_from_disk(local, split, where))
         return FileSource(_shards(local, split, where), where)
-    if path.endswith(FILE_SUFFIXES) or is_path_like(path):
+    if path.lower().endswith(FILE_SUFFIXES) or is_path_like(path):
         raise DataError(
             f"no file or folder at {path}", where=where,
             remedy=f"set {where}=PATH to a {', '.join(FILE_SUFFIXES)} file, a folder of such files or a saved "
@@ -103,7 +103,7 @@ def open_source(path: str, split: str, where: str) -> FileSource | TableSource:
 
 def _shards(folder: Path, split: str, where: str) -> tuple[Path, ...]:
     """The files below the folder in the order of their names; those of the split, where names tell splits apart."""
-    files = sorted(p for p in folder.rglob("*") if p.name.endswith(FILE_SUFFIXES) and p.is_file())
+    files = sorted(p for p in folder.rglob("*") if p.name.lower().endswith(FILE_SUFFIXES) and p.is_file())
     files = [p for p in files if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
     if not files:
         raise DataError(
@@ -133,13 +133,14 @@ def _split_of(name: str) -> str | None:
 
 def _read_file(path: Path) -> Iterator[tuple[int, Any]]:
     """(line or row number from 1, record)."""
-    if path.name.endswith(".parquet"):
+    name = path.name.lower()
+    if name.endswith(".parquet"):
         return _read_parquet(path)
-    return _read_json(path) if path.name.endswith((".json", ".json.gz")) else _read_jsonl(path)
+    return _read_json(path) if name.endswith((".json", ".json.gz")) else _read_jsonl(path)
 
 
 def _open(path: Path) -> Any:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:

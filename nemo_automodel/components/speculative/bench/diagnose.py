@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
@@ -26,7 +27,7 @@ _CONFIG_AREAS = {
     "eagle_aux_hidden_state_layer_ids": "aux layers", "rope_theta": "rope", "rope_parameters": "rope",
     "rope_scaling": "rope", "mask_token_id": "mask token", "pard_token": "mask token", "ptd_token_id": "mask token",
     "draft_vocab_size": "vocabulary map", "num_hidden_layers": "layers", "norm_before_residual": "conventions",
-    "norm_output": "conventions",
+    "norm_output": "conventions", "rms_norm_eps": "conventions",
 }  # fmt: skip
 _SAID_ONLY = ("transformers_version", "_name_or_path", "torch_dtype")  # change nothing that is computed
 
@@ -72,7 +73,7 @@ def compare_folders(expected: Path, served: Path) -> tuple[Cause, ...]:
         Cause("names", f"{name} is not in the checkpoint", "bytes") for name in sorted(theirs.keys() - ours.keys())
     ]
     for name in sorted(ours.keys() & theirs.keys()):
-        if what := _compare_tensor(ours[name], theirs[name]):
+        if what := _compare_tensor(ours[name], theirs[name], ours):
             causes.append(Cause(_area_of(name), f"{name} {what}", "bytes"))
     return tuple(sorted(causes, key=lambda cause: _order(cause.area)))
 
@@ -88,6 +89,7 @@ def _compare_configs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list
 
 
 _Place = tuple[TensorInfo, Path, int]  # the tensor, its file, where the file's data starts
+_ONE = {"F32": b"\x00\x00\x80\x3f", "BF16": b"\x80\x3f", "F16": b"\x00\x3c"}  # 1.0, little endian
 
 
 def _tensors(folder: Path) -> dict[str, _Place]:
@@ -104,33 +106,55 @@ def _bytes(place: _Place) -> np.ndarray:
     return np.memmap(path, np.uint8, "r", offset=start + info.begin, shape=(info.end - info.begin,))
 
 
-def _compare_tensor(ours: _Place, theirs: _Place) -> str | None:
+def _compare_tensor(ours: _Place, theirs: _Place, checkpoint: Mapping[str, _Place]) -> str | None:
     a, b = ours[0], theirs[0]
     if (a.dtype, tuple(a.shape)) != (b.dtype, tuple(b.shape)):
         return f"is {b.dtype} {list(b.shape)}, not {a.dtype} {list(a.shape)}"
     left, right = _bytes(ours), _bytes(theirs)
-    if hashlib.sha256(left).digest() == hashlib.sha256(right).digest():
+    if np.array_equal(left, right):
         return None
-    return _how(a, left, right)
+    return _whose(b, right, checkpoint) or _how(a, left, right)
+
+
+def _whose(info: TensorInfo, data: np.ndarray, checkpoint: Mapping[str, _Place]) -> str | None:
+    """What the served bytes are, when they are no weights of this tensor at all."""
+    if not data.any():
+        return "is all zeros"
+    one = _ONE.get(info.dtype)
+    if one and np.array_equal(data, np.resize(np.frombuffer(one, np.uint8), data.shape)):
+        return "is all ones, as vLLM leaves a norm that it does not find"
+    digest = None
+    for name, place in checkpoint.items():
+        if place[0].end - place[0].begin == len(data):
+            digest = digest or hashlib.sha256(data).digest()
+            if hashlib.sha256(_bytes(place)).digest() == digest:
+                return f"holds the values of {name}"
+    return None
 
 
 def _how(info: TensorInfo, left: np.ndarray, right: np.ndarray) -> str:
     """What was done to a tensor, where it can be told."""
     if info.name.endswith("fc.weight"):
-        rows = info.shape[0]
-        ours, theirs = left.reshape(rows, 3, -1), right.reshape(rows, 3, -1)
-        for by in (1, 2):
-            if np.array_equal(np.roll(ours, -by, axis=1), theirs):
-                return f"has its blocks rotated by {by}"
-        return "differs (fc blocks not merely rotated)"
+        ours, theirs = (array.reshape(info.shape[0], 3, -1) for array in (left, right))
+        for order in permutations(range(3)):
+            if np.array_equal(ours[:, order], theirs):
+                rotated = f"rotated by {order[0]}" if order in ((1, 2, 0), (2, 0, 1)) else f"in the order {list(order)}"
+                return f"has its blocks {rotated}"
+        return "differs (fc blocks not merely moved)"
     if info.name == "d2t":
         ours, theirs = (array.view(np.int64) + np.arange(info.shape[0]) for array in (left, right))
         moved = int((ours != theirs).sum())
         same = np.array_equal(np.sort(ours), np.sort(theirs))
         return f"is permuted: {moved} of {len(ours)} rows name another token" if same else f"differs in {moved} rows"
+    if len(info.shape) == 2 and _row_digests(info, left) == _row_digests(info, right):
+        return "has its rows in another order"
     width = len(left) // max(1, info.numel)
     changed = int((left.reshape(-1, width) != right.reshape(-1, width)).any(1).sum()) if width else 0
     return f"differs in {changed} of {info.numel} elements"
+
+
+def _row_digests(info: TensorInfo, data: np.ndarray) -> list[bytes]:
+    return sorted(hashlib.blake2b(row, digest_size=16).digest() for row in data.reshape(info.shape[0], -1))
 
 
 def _area_of(name: str) -> str:

@@ -128,7 +128,7 @@ def _figures(
         speedup=speedup,
         speedup_interval=speedup_interval,
         text_equal=text_equal,
-        acceptance=_acceptance(asked, run.counters if wanted is None else None),
+        acceptance=_acceptance(asked, run),
         latency=latency(asked),
         baseline_latency=None if base is None else latency(base),
     )
@@ -143,33 +143,32 @@ def _texts(conversation: Conversation) -> tuple[str, ...]:
     return tuple(answer.text for answer in conversation.answers)
 
 
-def _acceptance(asked: tuple[Conversation, ...], level: SpecDecodeCounters | None) -> Acceptance:
-    """Per prompt from its own counters where all have them, else the level's; steps from whole chunks."""
+def _acceptance(asked: tuple[Conversation, ...], run: LevelRun) -> Acceptance:
+    """Per prompt from its own counters where all have them, else the level's; steps from chunks where no chunk of the
+    level holds two steps."""
     own = [c.counters for c in asked]
     if own and None not in own:
         return _counted(asked, own)
-    requests = sum(len(c.answers) for c in asked)
-    later = [c.tokens - len(c.answers) for c in asked]
-    steps = [c.steps for c in asked]
-    chunked = None not in steps and sum(steps) > 0
-    if level is not None and level.num_drafts:
-        exact = chunked and sum(steps) == level.num_drafts  # no chunk holds two steps
+    level, all_steps = run.counters, [c.steps for c in run.conversations]
+    if level is None or not level.num_drafts:  # without speculation
+        return Acceptance()
+    exact = None not in all_steps and sum(all_steps) == level.num_drafts
+    later, steps = [c.tokens - len(c.answers) for c in asked], [c.steps for c in asked]
+    interval = ratio_interval(later, steps) if exact else None
+    if len(asked) < len(run.conversations):  # a subset: what it had of the level's drafts is known by chunks only
+        useful = sum(later) / sum(steps) if exact and sum(steps) else None
         return Acceptance(
-            acceptance_length=acceptance_length(level),
-            acceptance_rate=acceptance_rate(level),
-            acceptance_per_position=per_position(level),
-            num_drafts=level.num_drafts,
-            useful_tokens_per_step=useful_tokens_per_step(level, sum(c.tokens for c in asked), requests),
-            useful_tokens_per_step_interval=ratio_interval(later, steps) if exact else None,
-            source="chunks" if exact else "counters of the level",
+            useful_tokens_per_step=useful, useful_tokens_per_step_interval=interval, source="chunks" if useful else None
         )
-    if level is None and chunked:  # a subset at concurrency above 1
-        return Acceptance(
-            useful_tokens_per_step=sum(later) / sum(steps),
-            useful_tokens_per_step_interval=ratio_interval(later, steps),
-            source="chunks",
-        )
-    return Acceptance()
+    return Acceptance(
+        acceptance_length=acceptance_length(level),
+        acceptance_rate=acceptance_rate(level),
+        acceptance_per_position=per_position(level),
+        num_drafts=level.num_drafts,
+        useful_tokens_per_step=useful_tokens_per_step(level, run.tokens, run.requests),
+        useful_tokens_per_step_interval=interval,
+        source="chunks" if exact else "counters of the level",
+    )
 
 
 def _counted(asked: tuple[Conversation, ...], own: list[SpecDecodeCounters]) -> Acceptance:

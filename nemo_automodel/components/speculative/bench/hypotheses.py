@@ -18,20 +18,16 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from nemo_automodel.components.speculative.bench.reference import (
+from nemo_automodel.components.speculative.bench.reference import DTYPES, Job, answer_job, load_questions
+from nemo_automodel.components.speculative.decoder import (
     BATCH,
-    DTYPES,
     Counts,
-    Job,
     Row,
     add_counts,
-    answer_job,
     continue_greedily,
-    load_questions,
+    count_drafts,
     prompt_ids,
-    propose_all,
     stop_ids,
-    walk,
 )
 from nemo_automodel.components.speculative.draft.build import empty_draft
 from nemo_automodel.components.speculative.draft.io import load_draft
@@ -41,6 +37,7 @@ from nemo_automodel.components.speculative.target import Target
 
 State = dict[str, Tensor]
 ROPE_THETAS = (10_000.0, 500_000.0, 1_000_000.0)  # HF's default, Llama 3's, Qwen's
+EPSILONS = (1e-6, 1e-5)  # HF's default and Qwen's; Llama's
 FC, MASK, HEAD, EMBED = "model.fc.weight", "mask_hidden", "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -71,7 +68,7 @@ def plan_hypotheses(spec: DraftSpec, state: State, target: Target, special_ids: 
     if spec.parallel_drafting:
         yield from _mask(spec, special_ids)
     if spec.draft_vocab_size < spec.vocab_size:
-        yield from _map(spec)
+        yield from _map(spec, state)
     yield from _norms(spec, state)
     yield from _fc(spec)
     yield from _conventions(spec)
@@ -94,6 +91,9 @@ def _rope(spec: DraftSpec, target: RopeSpec) -> Iterator[Hypothesis]:
     for theta in dict.fromkeys((*ROPE_THETAS, target.theta)):
         if theta != spec.rope.theta:
             yield Hypothesis("rope", f"rope theta {theta:g}", replace(spec, rope=replace(spec.rope, theta=theta)))
+    if target.scaling and target.scaling != spec.rope.scaling:
+        yield Hypothesis("rope", "the target's rope scaling in place of the draft's",
+                         replace(spec, rope=replace(spec.rope, scaling=target.scaling)))  # fmt: skip
     if spec.rope.scaling:
         yield Hypothesis("rope", "rope scaling lost", replace(spec, rope=replace(spec.rope, scaling=None)))
 
@@ -107,7 +107,8 @@ def _mask(spec: DraftSpec, special_ids: Sequence[int]) -> Iterator[Hypothesis]:
     yield Hypothesis("mask token", "mask_hidden missing (zeros)", spec, zero)
 
 
-def _map(spec: DraftSpec) -> Iterator[Hypothesis]:
+def _map(spec: DraftSpec, state: State) -> Iterator[Hypothesis]:
+    """Only what names tokens of the target: with others no server would have answered."""
     count = torch.arange(spec.draft_vocab_size)
     edits = {
         "d2t missing: draft ids taken for target ids": lambda d2t: torch.zeros_like(d2t),
@@ -116,9 +117,11 @@ def _map(spec: DraftSpec) -> Iterator[Hypothesis]:
         "d2t shifted by one row": lambda d2t: (d2t + count).roll(1) - count,
     }
     for name, change in edits.items():
-        yield Hypothesis(
-            "vocabulary map", name, spec, lambda state, change=change: state | {"d2t": change(state["d2t"])}
-        )
+        ids = change(state["d2t"]) + count
+        if 0 <= int(ids.min()) and int(ids.max()) < spec.vocab_size:
+            yield Hypothesis(
+                "vocabulary map", name, spec, lambda state, change=change: state | {"d2t": change(state["d2t"])}
+            )
 
 
 def _norms(spec: DraftSpec, state: State) -> Iterator[Hypothesis]:
@@ -134,6 +137,8 @@ def _fc(spec: DraftSpec) -> Iterator[Hypothesis]:
         "rotated by one": (1, 2, 0),
         "rotated by two": (2, 0, 1),
         "in reverse order": (2, 1, 0),
+        "with the first two swapped": (1, 0, 2),
+        "with the last two swapped": (0, 2, 1),
     }.items():
 
         def edit(state: State, order: tuple[int, ...] = order) -> State:
@@ -144,6 +149,9 @@ def _fc(spec: DraftSpec) -> Iterator[Hypothesis]:
 
 
 def _conventions(spec: DraftSpec) -> Iterator[Hypothesis]:
+    for eps in EPSILONS:
+        if eps != spec.rms_norm_eps:
+            yield Hypothesis("conventions", f"rms_norm_eps {eps:g}", replace(spec, rms_norm_eps=eps))
     flipped = not spec.norm_before_residual
     yield Hypothesis("conventions", f"norm_before_residual={flipped}", replace(spec, norm_before_residual=flipped))
     if not spec.parallel_drafting:
@@ -184,8 +192,7 @@ class Asked:
         draft = draft.to(DTYPES[self.job.dtype]).to(target.model.device).eval()
         counts = []
         for rows in self.batches:
-            proposals = propose_all(draft, target, rows, self.job.num_speculative_tokens)
-            counts += [walk(r, p, self.stops, self.job.max_new_tokens) for r, p in zip(rows, proposals, strict=True)]
+            counts += count_drafts(draft, target, rows, self.stops, self.job.limits)
         return add_counts(counts)
 
 
@@ -202,7 +209,7 @@ def ask_target(job: Job, aux_layer_ids: tuple[int, ...]) -> Asked:
     stops = stop_ids(target, tokenizer)
     prompts = [prompt_ids(tokenizer, row, job.chat_template_kwargs) for row in load_questions(job)]
     parts = [prompts[i : i + BATCH] for i in range(0, len(prompts), BATCH)]
-    batches = tuple(continue_greedily(target, part, stops, job) for part in parts)
+    batches = tuple(continue_greedily(target, part, stops, job.limits) for part in parts)
     return Asked(job, target, batches, stops, tuple(tokenizer.all_special_ids))
 
 

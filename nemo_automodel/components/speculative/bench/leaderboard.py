@@ -38,6 +38,8 @@ class Entry:
     reason: str | None
     acceptance_per_position: tuple[float, ...] = ()
     baseline_digest: str = ""  # jobs that have it equal shared one measurement without speculation
+    temperature: float | None = None
+    name: str = ""  # what tables and pictures call it
 
     @property
     def failed(self) -> bool:
@@ -66,7 +68,20 @@ def write_leaderboard(sweep_dir: Path) -> int:
 def collect(sweep_dir: Path) -> list[Entry]:
     """The jobs of a sweep, best first: by tokens/s, then acceptance length; those without numbers, then the failed."""
     jobs = [path for path in sweep_dir.iterdir() if path.is_dir() and _is_job(path)]
-    return sorted(_merge_bare([_entry(job) for job in sorted(jobs, key=_natural)]), key=_rank)
+    entries = _named([_entry(job) for job in sorted(jobs, key=_natural)])
+    return sorted(_merge_bare(entries), key=_rank)
+
+
+def _named(entries: list[Entry]) -> list[Entry]:
+    """Each with a short name: the checkpoint's folder, with the run's where two runs are compared; the temperature
+    where it is not 0."""
+    parts = 1 if len({Path(short_name(entry.checkpoint)).parent for entry in entries if entry.checkpoint}) == 1 else 2
+    named = []
+    for entry in entries:
+        short = "/".join(Path(short_name(entry.checkpoint)).parts[-parts:]) or f"job {entry.job}"
+        warm = f", temperature {entry.temperature:g}" if entry.temperature else ""
+        named.append(replace(entry, name=("no speculation" if entry.k == 0 else short) + warm))
+    return named
 
 
 def _merge_bare(entries: list[Entry]) -> list[Entry]:
@@ -113,7 +128,7 @@ def _entry(job: Path) -> Entry:
     except ValueError as error:
         result = {"status": "failed", "reason": str(error)}
     bench = result.get("benchmark") or {}
-    numbers = ("k", "tokens_per_s", "acceptance_length", "speedup", "baseline_tokens_per_s")
+    numbers = ("k", "tokens_per_s", "acceptance_length", "speedup", "baseline_tokens_per_s", "temperature")
     return Entry(
         job=job.name,
         status=result["status"],
@@ -149,7 +164,7 @@ _COLUMNS = ("rank", "checkpoint", "vLLM", "K", "tokens/s", "speedup", "acceptanc
 def _cells(rank: int, entry: Entry) -> tuple[str, ...]:
     return (
         str(rank),
-        "no speculation" if entry.k == 0 else short_name(entry.checkpoint) or f"job {entry.job}",
+        entry.name,
         entry.vllm or "-",
         _number(entry.k, "d"),
         _number(entry.tokens_per_s, ".1f"),
@@ -207,8 +222,7 @@ def render_png(entries: list[Entry]) -> bytes:
 
 def _bar_name(entry: Entry) -> str:
     """One name a job: bars of one name would be drawn over each other."""
-    name = "no speculation" if entry.k == 0 else f"{short_name(entry.checkpoint)} K={entry.k}"
-    return f"{name}, vLLM {entry.vllm or '-'} [{entry.job}]"
+    return f"{entry.name}{f' K={entry.k}' if entry.k else ''}, vLLM {entry.vllm or '-'} [{entry.job}]"
 
 
 def _conclude(entries: list[Entry], sweep_dir: Path) -> None:
@@ -246,5 +260,7 @@ def _show(entries: list[Entry], sweep_dir: Path) -> None:
     for rank, entry in enumerate(entries, 1):
         table.add_row(*map(escape, _cells(rank, entry)), style="red" if entry.failed else None)
     console = Console(stderr=True, highlight=False)
-    console.print(table, width=None if console.is_terminal else WIDTH, crop=console.is_terminal)
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+    console.print(table)
     console.print(f"written: {sweep_dir}/leaderboard.{{json,csv,md,png}}", soft_wrap=True)

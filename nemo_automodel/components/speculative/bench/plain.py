@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import types
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
 def from_plain(kind: Any, value: Any) -> Any:
-    """`value` as a `kind`: dataclasses, tuples of them and optional ones, all by their annotations.
+    """`value` as a `kind`: dataclasses, tuples of them, optional ones and enums, all by their annotations.
 
     Keys that the class does not have are passed over, so that a newer file can be read.
 
@@ -27,4 +28,6 @@ def from_plain(kind: Any, value: Any) -> Any:
         args = get_args(kind)
         inner = [args[0]] * len(value) if args[-1] is Ellipsis else args
         return tuple(from_plain(one, item) for one, item in zip(inner, value, strict=True))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
     return value

@@ -13,7 +13,7 @@ from nemo_automodel.components.speculative.bench.verdict import Verdict
 STYLE = """
 :root { color-scheme: light; }
 * { box-sizing: border-box; }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 70rem; color: #1a202c;
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 84rem; color: #1a202c;
   background: #fff; overflow-wrap: anywhere; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .verdict { border-left: .4rem solid #2f855a; background: #f0fff4; padding: .8rem 1rem; }
@@ -22,11 +22,11 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; }
 th, td { padding: .35rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e2e8f0; }
-th:nth-child(2), td:nth-child(2), td.text { text-align: left; }
+th:nth-child(2), td:nth-child(2) { text-align: left; white-space: normal; min-width: 7.5rem; }
 tr.failed td { color: #9b2c2c; }
 small { color: #4a5568; display: block; }
-pre { overflow-x: auto; background: #f7fafc; border: 1px solid #e2e8f0; padding: .6rem; font-size: .8rem; }
-figure { margin: 1rem 0; } figure svg { max-width: 100%; height: auto; display: block; }
+pre { white-space: pre-wrap; background: #f7fafc; border: 1px solid #e2e8f0; padding: .6rem; font-size: .8rem; }
+figure { margin: 1rem 0; } figure svg { width: 100%; max-width: 40rem; height: auto; display: block; }
 dt { font-weight: 600; } dd { margin: 0 0 .5rem 0; }
 """
 COLUMNS = ("", "candidate", "K", "tokens/s", "speedup", "acceptance length", "per position", "first token",
@@ -69,7 +69,7 @@ def _cells(rank: int, entry: Entry, result: Mapping[str, Any]) -> list[str]:
     if entry.tokens_per_s is None:
         return [
             str(rank),
-            escape(label(entry) if entry.k == 0 else _name(entry)),
+            escape(f"{entry.name} [{entry.job}]") + ("<small>failed</small>" if entry.failed else ""),
             *[""] * (len(COLUMNS) - 3),
             entry.vllm or "",
         ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
-from nemo_automodel.components.speculative.bench.leaderboard import Entry, short_name
+from nemo_automodel.components.speculative.bench.leaderboard import Entry
 from nemo_automodel.files import point
 
 PORT = "8000"  # of the command that is shown; the measured server had a free one
@@ -32,8 +32,8 @@ def judge(entries: Sequence[Entry], results: Mapping[str, Mapping[str, Any]]) ->
     if not drafts:
         told = "nothing to ship: no draft was measured to the end"
         return Verdict(None, told, (), _command(bare, results))
-    best = drafts[0]
-    name = f"{short_name(best.checkpoint)} with K={best.k}"
+    best, lost = drafts[0], _lost(entries)
+    name = f"{best.name} with K={best.k}"
     bench = results[best.job]["benchmark"]
     gain, interval = best.speedup, bench.get("speedup_interval")
     if gain is None:
@@ -41,10 +41,11 @@ def judge(entries: Sequence[Entry], results: Mapping[str, Mapping[str, Any]]) ->
         return Verdict(best, f"best of the drafts: {name}", reasons, _command(best, results))
     sure = f"{gain:.2f}x the tokens/s of no speculation" + _between(interval)
     if gain > 1 and (interval is None or interval[0] > 1):
-        return Verdict(best, f"ship this: {name}", (sure, *_levels(bench)), _command(best, results))
+        reasons = (sure, *_levels(bench), *_doubts(bench), *lost)
+        return Verdict(best, f"ship this: {name}", reasons, _command(best, results))
     why = f"the best draft, {name}, gives {sure}"
     more = ("its interval holds 1: more prompts (serve.benchmark.num_prompts) would tell",) if gain > 1 else ()
-    return Verdict(None, "do not speculate", (why, *more, *_levels(bench)), _command(bare, results))
+    return Verdict(None, "do not speculate", (why, *more, *_levels(bench), *lost), _command(bare, results))
 
 
 def _between(interval: Sequence[float] | None) -> str:
@@ -58,6 +59,26 @@ def _levels(bench: Mapping[str, Any]) -> tuple[str, ...]:
         return ()
     told = ", ".join(f"{level['speedup']:.2f}x at {level['concurrency']}" for level in levels)
     return (f"by requests at once: {told}",)
+
+
+def _lost(entries: Sequence[Entry]) -> tuple[str, ...]:
+    """A sweep that was interrupted, or in which jobs broke, has compared fewer than were asked for."""
+    lost = sum(entry.failed and entry.tokens_per_s is None for entry in entries)
+    return (f"not compared: {lost} of {len(entries)} jobs failed before they were measured",) if lost else ()
+
+
+def _doubts(bench: Mapping[str, Any]) -> tuple[str, ...]:
+    """A fast draft that is not the trained one is worth a look first: the trained one may be faster."""
+    predicted = bench.get("predicted")
+    if not predicted or predicted["agrees"]:
+        return ()
+    causes = [cause["what"] for cause in predicted.get("export_differences") or ()]
+    causes += [cause["what"] for cause in (predicted.get("diagnosis") or {}).get("causes") or ()]
+    told = f": {causes[0]}" if causes else ""
+    return (
+        f"but it is not served as it was trained: acceptance length {bench['acceptance_length']:.3f}, predicted "
+        f"{predicted['acceptance_length']:.3f}{told}",
+    )
 
 
 def _command(entry: Entry | None, results: Mapping[str, Mapping[str, Any]]) -> str | None:

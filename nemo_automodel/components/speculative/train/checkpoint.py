@@ -45,15 +45,16 @@ class TrainerState:
     order: Mapping[str, Any]  # what the order of the data follows from; must be equal on resume
     optimizer: Mapping[str, Any]
     master: Mapping[str, torch.Tensor] | None  # fp32 weights, when `model/` holds rounded ones
+    window: Mapping[str, Any] | None = None  # what has gathered for the next log line (`totals.Window`)
 
 
 def capture_state(
     draft: DraftNetwork, optimizer: torch.optim.Optimizer, position: Position, order: Mapping[str, Any], *,
-    keep_master: bool,
+    keep_master: bool, window: Mapping[str, Any] | None = None,
 ) -> TrainerState:  # fmt: skip
     """Gather the state of a running training."""
     master = {name: p.detach() for name, p in draft.named_parameters()} if keep_master else None
-    return TrainerState(position, dict(order), optimizer.state_dict(), master)
+    return TrainerState(position, dict(order), optimizer.state_dict(), master, window)
 
 
 def restore_state(state: TrainerState, draft: DraftNetwork, optimizer: torch.optim.Optimizer) -> None:

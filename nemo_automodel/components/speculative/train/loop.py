@@ -18,14 +18,15 @@ from nemo_automodel.components.speculative.methods.method import method_of
 from nemo_automodel.components.speculative.train.checkpoint import (
     CheckpointStore, Position, TrainerState, capture_state, restore_state,
 )  # fmt: skip
+from nemo_automodel.components.speculative.train.decode import DecodeCheck
 from nemo_automodel.components.speculative.train.optim import build_optimizer, lr_at, set_lr
 from nemo_automodel.components.speculative.train.placement import PeerLost
 from nemo_automodel.components.speculative.train.progress import RunReport, memory_gb
 from nemo_automodel.components.speculative.train.retention import (
-    drop_old_checkpoints, drop_old_states, is_validated, point_best, record_validation,
+    drop_old_checkpoints, drop_old_states, is_decoded, is_validated, point_best, record_decode, record_validation,
 )  # fmt: skip
 from nemo_automodel.components.speculative.train.setup import Models
-from nemo_automodel.components.speculative.train.totals import Totals
+from nemo_automodel.components.speculative.train.totals import Totals, Window
 from nemo_automodel.components.speculative.train.validation import validate
 from nemo_automodel.components.speculative.train.world import World
 from nemo_automodel.config.schema import TrainConfig
@@ -40,19 +41,7 @@ class LoopEnd:
     checkpoint: Path
     position: Position
     validation: Mapping[str, Any] | None
-
-
-@dataclass
-class Window:
-    """What has gathered since the last log line."""
-
-    totals: Totals | None = None
-    tokens: int = 0
-    began: float = 0.0
-
-    def add(self, totals: Totals, tokens: int) -> None:
-        self.totals = totals if self.totals is None else self.totals + totals
-        self.tokens += tokens
+    decoded: Mapping[str, Any] | None = None  # in the first process
 
 
 def micro_batch_seed(seed: int, epoch: int, micro: int) -> int:
@@ -70,10 +59,11 @@ class TrainLoop:
     def __init__(
         self, models: Models, rows: EncodedRows | PackedRows, held_out: Sequence[EncodedRow], train: TrainConfig,
         *, order: Mapping[str, Any], store: CheckpointStore, report: RunReport, stop: Callable[[], bool],
-        world: World = World(),
+        world: World = World(), decoding: DecodeCheck | None = None,
     ) -> None:  # fmt: skip
         self.models, self.rows, self.held_out, self.train = models, rows, held_out, train
         self.order, self.store, self.report, self.stop, self.world = order, store, report, stop, world
+        self.decoding = decoding
         self.method = method_of(models.spec, partitions=models.partitions, attention=models.attention)
         self.optimizer = build_optimizer(models.draft, train)
         self.generator = torch.Generator()
@@ -86,6 +76,7 @@ class TrainLoop:
         self.total_steps = planned if train.max_steps is None else min(train.max_steps, planned)
         self.window = Window()
         self.figures: Mapping[str, Any] | None = None
+        self.decoded: Mapping[str, Any] | None = None
         self.saved: tuple[int, Path] | None = None  # step and folder of the newest checkpoint
 
     def resume(self, state: TrainerState, checkpoint: Path) -> None:
@@ -103,6 +94,7 @@ class TrainLoop:
                 remedy="give the data and settings it was trained with, or train.resume=null to start afresh",
             )
         restore_state(state, self.models.draft, self.optimizer)
+        self.window = Window.of(state.window, self.models.device)
         self.position = state.position
         self.saved = (state.position.step, checkpoint)
 
@@ -116,6 +108,14 @@ class TrainLoop:
         owes = bool(self.held_out) and self.saved is not None and ended and not is_validated(self.saved[1])
         return self.world.share(owes)
 
+    def owes_decode(self) -> bool:
+        """The run was killed between a checkpoint within an epoch and the end of the decoding that was due there; in
+        the first process."""
+        every, step = self.train.decode_every_steps, self.position.step
+        due = every and self.position.micro and step % every == 0 and not self.is_finished
+        at = self.saved[1] if self.saved is not None and self.saved[0] == step else None
+        return bool(due and at) and self.decoding is not None and not is_decoded(at)
+
     def run(self) -> LoopEnd:
         """Train to the end, or until `stop()` in any process; either way the last state is saved.
 
@@ -123,10 +123,12 @@ class TrainLoop:
             PeerLost: another process died; the state of the last whole step is saved.
         """
         self.report.begin(total=self.total_steps, done=self.position.step)
-        self.window = Window(began=time.monotonic())
+        self.window.began += time.monotonic()
         try:
             if self.owes_validation():
                 self._validate()
+            elif self.owes_decode():
+                self._decode()
             while not self.is_finished and not self._stopping():
                 self._epoch()
             if self.saved is None or self.saved[0] != self.position.step:
@@ -135,7 +137,7 @@ class TrainLoop:
             if self.world.is_first and (self.saved is None or self.saved[0] != self.position.step):
                 self.saved = (self.position.step, self._write())
             raise
-        return LoopEnd(self.is_finished, self.saved[1], self.position, self.figures)
+        return LoopEnd(self.is_finished, self.saved[1], self.position, self.figures, self.decoded)
 
     def _stopping(self) -> bool:
         return self.world.any(self.stop())
@@ -201,6 +203,9 @@ class TrainLoop:
             self._log()
         if self.train.save_every_steps and step % self.train.save_every_steps == 0 and not epoch_ends:
             self._save()
+        every = self.train.decode_every_steps
+        if every and step % every == 0 and not epoch_ends and not self.is_finished:
+            self._decode()
 
     def _log(self) -> None:
         now = time.monotonic()
@@ -219,8 +224,26 @@ class TrainLoop:
         rows = max(8, self.train.micro_batch_size)
         self.figures = validate(self.models, self.held_out, micro_batch_size=rows, world=self.world)
         self.report.validation({"step": self.position.step, "epoch": self._epoch_number(), "validation": self.figures})
-        self._keep_house(lambda: record_validation(self.saved[1], self.figures), "BEST cannot be moved")
         self.window.began += time.monotonic() - began  # tokens/s speaks of training alone
+        self._decode()
+        self._keep_house(lambda: record_validation(self.saved[1], self.figures), "BEST cannot be moved")
+
+    def _decode(self) -> None:
+        """The first process's work; the others wait for it where they next meet."""
+        if self.decoding is None:
+            return
+        began, step = time.monotonic(), self.position.step
+        self.decoded = None
+        try:
+            self.decoded = self.decoding.figures()
+        except torch.OutOfMemoryError:  # of a GPU that training itself fills: no reason to end it
+            self.report.message("warning: too little GPU memory to decode: set train.decode_prompts=4, or 0 for none")
+            return
+        finally:
+            self.window.began += time.monotonic() - began
+        self.report.decode({"step": step, "epoch": self._epoch_number(), "decode": self.decoded})
+        if self.saved is not None and self.saved[0] == step:
+            self._keep_house(lambda: record_decode(self.saved[1], self.decoded), "BEST cannot be moved")
 
     def _epoch_number(self) -> int:
         """The epoch in progress, from 1; at an epoch's end the one just ended."""
@@ -234,8 +257,9 @@ class TrainLoop:
 
     def _write(self) -> Path:
         state = capture_state(
-            self.models.draft, self.optimizer, self.position, self.order, keep_master=self.models.bf16
-        )
+            self.models.draft, self.optimizer, self.position, self.order, keep_master=self.models.bf16,
+            window=self.window.saved(),
+        )  # fmt: skip
         folder = self.store.save(self.models.draft, self.models.spec, state, epoch=max(1, self._epoch_number()))
         self.report.message(f"saved {folder}")
         self._keep_house(lambda: drop_old_states(self.store.root, self.train.keep_trainer_states), "an old state stays")

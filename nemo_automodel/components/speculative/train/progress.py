@@ -57,9 +57,14 @@ class RunReport:
         for tracker in self._trackers:
             tracker.close()
 
-    def resumed(self, step: int) -> None:
-        """What a run into the same folder logged after this step was lost with it and will be logged again."""
-        kept = "".join(line for line in self._path.read_text().splitlines(keepends=True) if _step_of(line) <= step)
+    def resumed(self, step: int, *, again: bool = False) -> None:
+        """What a run into the same folder logged after this step was lost with it and will be logged again; `again`:
+        so will be the validation after this step. Step 0: that run had come to no checkpoint, or is not gone on with.
+        """
+        kept = "".join(
+            line for line in self._path.read_text().splitlines(keepends=True)
+            if _step_of(line) < step or (_step_of(line) == step and not (again and "loss" not in json.loads(line)))
+        )  # fmt: skip
         self._metrics.close()
         write_atomic(self._path, kept)
         self._metrics = self._path.open("a", encoding="utf-8")
@@ -107,6 +112,11 @@ class RunReport:
         self._write(metrics)
         self.message(f"epoch {metrics['epoch']} validation  {describe(metrics['validation'])}")
 
+    def decode(self, metrics: Mapping[str, Any]) -> None:
+        """Log what was decoded with the target."""
+        self._write(metrics)
+        self.message(f"step {metrics['step']} decoded  {describe_decoded(metrics['decode'])}")
+
     def _time_left(self, step: int) -> str:
         began, first = self._pace
         seconds = (time.monotonic() - began) / max(1, step - first) * (self.total - step)
@@ -128,7 +138,7 @@ class SilentReport(RunReport):
     def __exit__(self, *_exc: object) -> None:
         pass
 
-    def resumed(self, step: int) -> None:
+    def resumed(self, step: int, *, again: bool = False) -> None:
         pass
 
     def message(self, text: str) -> None:
@@ -144,6 +154,9 @@ class SilentReport(RunReport):
         self.last = dict(metrics)
 
     def validation(self, metrics: Mapping[str, Any]) -> None:
+        pass
+
+    def decode(self, metrics: Mapping[str, Any]) -> None:
         pass
 
 
@@ -166,6 +179,15 @@ def describe_short(metrics: Mapping[str, Any]) -> str:
     """The same within the 80 columns of a terminal."""
     accuracy = " ".join(f"{value:.2f}".lstrip("0") for value in metrics["accuracy_per_depth"])
     return f"loss {metrics['loss']:.2f} acc {accuracy} len {metrics['acceptance_length']:.2f}"
+
+
+def describe_decoded(figures: Mapping[str, Any]) -> str:
+    """The true acceptance, as vLLM would count it, in one phrase."""
+    shares = " ".join(f"{share:.3f}".lstrip("0") for share in figures["acceptance_per_position"])
+    return (
+        f"acceptance length {figures['acceptance_length']:.3f}  per position {shares}  "
+        f"({figures['num_drafts']} drafts, {figures['prompts']} prompts, {figures['seconds']:.1f} s)"
+    )
 
 
 def describe(metrics: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any, Mapping
@@ -10,7 +11,7 @@ from typing import Any, Mapping
 from nemo_automodel.components.speculative.train.resume import BEST, LATEST, STATE_FILE
 from nemo_automodel.files import point, read_json, write_json
 
-VALIDATION_FILE = "validation.json"
+VALIDATION_FILE, DECODE_FILE = "validation.json", "decode.json"
 
 
 def record_validation(checkpoint: Path, figures: Mapping[str, Any]) -> None:
@@ -20,6 +21,12 @@ def record_validation(checkpoint: Path, figures: Mapping[str, Any]) -> None:
         OSError: they could not be written.
     """
     write_json(checkpoint / VALIDATION_FILE, dict(figures))
+    point_best(checkpoint.parent)
+
+
+def record_decode(checkpoint: Path, figures: Mapping[str, Any]) -> None:
+    """Leave what was decoded with these weights beside them and move BEST. Raises OSError: see `record_validation`."""
+    write_json(checkpoint / DECODE_FILE, dict(figures))
     point_best(checkpoint.parent)
 
 
@@ -34,16 +41,47 @@ def is_validated(checkpoint: Path) -> bool:
     return (checkpoint / VALIDATION_FILE).is_file()
 
 
+def is_decoded(checkpoint: Path) -> bool:
+    return (checkpoint / DECODE_FILE).is_file()
+
+
 def best_of(root: Path) -> Path | None:
-    """The checkpoint of the highest validation acceptance length; of equal ones the lower loss. None: no figures."""
-    found = []
-    for path in root.glob(f"epoch_*/{VALIDATION_FILE}"):
+    """The checkpoint of the highest acceptance length, of equal ones the lower held-out loss. None: no figures.
+
+    Like is compared with like, and the newest checkpoint that has figures says what counts: the decoded length, among
+    those decoded in the same way, or else the simulated one of the held-out rows.
+    """
+    simulated, decoded = _figures(root, VALIDATION_FILE), _figures(root, DECODE_FILE)
+    newest = max(simulated.keys() | decoded.keys(), key=_step, default=None)
+    rated = simulated
+    if newest in decoded:
+        how = _conditions(decoded[newest])
+        rated = {folder: figures for folder, figures in decoded.items() if _conditions(figures) == how}
+
+    def rating(folder: Path) -> tuple[float, float]:
+        return rated[folder]["acceptance_length"], -simulated.get(folder, {}).get("loss", math.inf)
+
+    return max(rated, key=rating, default=None)
+
+
+def _figures(root: Path, name: str) -> dict[Path, Mapping[str, Any]]:
+    """Per checkpoint what its file of this name holds."""
+    found = {}
+    for path in sorted(root.glob(f"epoch_*_step_*/{name}")):
         try:
-            figures = read_json(path)
-            found.append((figures["acceptance_length"], -figures["loss"], path.parent))
-        except (OSError, ValueError, KeyError):
-            continue  # not a file of ours
-    return max(found)[2] if found else None
+            found[path.parent] = read_json(path)
+            float(found[path.parent]["acceptance_length"]), _step(path.parent)
+        except (OSError, ValueError, KeyError, TypeError):
+            found.pop(path.parent, None)  # not a file of ours
+    return found
+
+
+def _conditions(decoded: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(decoded.get(key) for key in ("prompts", "max_new_tokens", "k"))
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.rpartition("_")[2])
 
 
 def drop_old_states(root: Path, keep: int) -> None:

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from nemo_automodel.components.datasets.packing import PackedRows
 from nemo_automodel.components.speculative.train.checkpoint import CheckpointStore, load_state
 from nemo_automodel.components.speculative.train.data import TrainData, read_data
+from nemo_automodel.components.speculative.train.decode import plan_decode
 from nemo_automodel.components.speculative.train.job import TrainJob, TrainResult
 from nemo_automodel.components.speculative.train.loop import LoopEnd, TrainLoop
 from nemo_automodel.components.speculative.train.memory import describe_memory
@@ -80,7 +81,7 @@ def _summary(job: TrainJob, data: TrainData, loop: TrainLoop, end: LoopEnd) -> t
     return describe_end(
         rows=len(data.train.rows), supervised_tokens=data.train.supervised_tokens, source=job.data.train,
         epochs=end.position.step / loop.steps_per_epoch, num_depths=loop.models.spec.num_depths,
-        validation=end.validation, held_out=job.data.validation,
+        validation=end.validation, held_out=job.data.validation, decoded=end.decoded,
     )  # fmt: skip
 
 
@@ -101,12 +102,17 @@ def build_run(
     loop = TrainLoop(
         models, data.lines, data.validation.rows if data.validation else (), job.train, order=order,
         store=store, report=report, stop=stop, world=world,
+        decoding=world.together(
+            lambda: plan_decode(job, models, data.tokenizer, report.message) if world.is_first else None
+        ),
     )  # fmt: skip
     loop.tidy()
     if state is not None:
         world.together(lambda: loop.resume(state, resume))
-        report.resumed(state.position.step)
+        report.resumed(state.position.step, again=loop.owes_validation() or loop.owes_decode())
         report.message(f"resumed {resume} after step {state.position.step}")
+    else:
+        report.resumed(0)
     return data, loop
 
 

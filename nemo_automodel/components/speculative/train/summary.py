@@ -13,7 +13,7 @@ PUBLISHED = "published drafts that reach 4 to 6 saw about 500,000 conversations"
 
 def describe_end(
     *, rows: int, supervised_tokens: int, source: str, epochs: float, num_depths: int,
-    validation: Mapping[str, Any] | None, held_out: str | None,
+    validation: Mapping[str, Any] | None, held_out: str | None, decoded: Mapping[str, Any] | None = None,
 ) -> tuple[str, ...]:  # fmt: skip
     """Lines for a person.
 
@@ -22,16 +22,20 @@ def describe_end(
         epochs: passes over the rows so far, those before a resumption included.
         num_depths: K.
         validation: `Totals.summary` of the last pass over the held-out rows.
+        decoded: what was decoded last with the target (`DecodeCheck.figures`).
     """
     once = f"{_short(supervised_tokens)} in {rows:,} rows of {source}"
     learnt = f"trained on {_short(supervised_tokens * epochs)} supervised tokens ({once}, {epochs:.3g} times)"
     if validation is None:
         advice = "how much of it will be accepted is not known: name held-out rows with data.validation=PATH"
         return learnt, advice
-    length = validation["acceptance_length"]
+    length = (decoded or validation)["acceptance_length"]
+    certainty = "vLLM's own count may differ by a few tenths"
+    if decoded:
+        certainty = f"decoded greedily with the target on {decoded['prompts']} prompts, as vLLM counts"
     expected = (
         f"expect an acceptance length near {length:.2f} (K={num_depths}, at most {num_depths + 1}) on chats like those "
-        f"of {held_out}, less on others; vLLM's own count may differ by a few tenths"
+        f"of {held_out}, less on others; {certainty}"
     )
     return (learnt, expected, *_advice(length, num_depths, supervised_tokens))
 

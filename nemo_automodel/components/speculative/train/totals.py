@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +61,32 @@ class Totals:
             "accuracy_per_depth": [round(a, 4) for a in accuracy],
             "acceptance_length": round(simulated_acceptance_length(accuracy), 4),
         }
+
+
+@dataclass
+class Window:
+    """What has gathered since the last log line. It is saved with the state, so that a resumed run logs the same."""
+
+    totals: Totals | None = None
+    tokens: int = 0
+    began: float = 0.0  # by the monotonic clock, s; before the loop begins: minus the seconds that have gone into it
+
+    def add(self, totals: Totals, tokens: int) -> None:
+        self.totals = totals if self.totals is None else self.totals + totals
+        self.tokens += tokens
+
+    def saved(self) -> dict[str, Any]:
+        """Plain values and tensors."""
+        totals = None if self.totals is None else {k: v.cpu() for k, v in vars(self.totals).items()}
+        return {"totals": totals, "tokens": self.tokens, "seconds": time.monotonic() - self.began}
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any] | None, device: torch.device) -> Window:
+        """The inverse of `saved`. None: of an older checkpoint, which has none."""
+        if saved is None or saved["totals"] is None:
+            return cls()
+        totals = Totals(**{name: tensor.to(device) for name, tensor in saved["totals"].items()})
+        return cls(totals, saved["tokens"], -saved["seconds"])
 
 
 def simulated_acceptance_length(accuracy_per_depth: Sequence[float]) -> float:

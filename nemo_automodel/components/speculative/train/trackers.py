@@ -86,9 +86,13 @@ class WandB:
 
 def scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """(name, value) of one line: `train/loss`, `train/accuracy/depth_0`, `validation/acceptance_length`, ..."""
-    group = "validation" if "validation" in metrics else "train"
-    for key, value in metrics.get("validation", metrics).items():
+    group = next((name for name in ("validation", "decode") if name in metrics), "train")
+    for key, value in metrics.get(group, metrics).items():
         if key == "accuracy_per_depth":
             yield from ((f"{group}/accuracy/depth_{depth}", accuracy) for depth, accuracy in enumerate(value))
+        elif key == "acceptance_per_position":
+            yield from ((f"{group}/acceptance/position_{place}", share) for place, share in enumerate(value))
+        elif isinstance(value, list):
+            continue  # counts: those of metrics.jsonl
         elif key != "step":
             yield f"{group}/{key}", value
