@@ -44,8 +44,16 @@ PYDANTIC = (
     "    For further information visit the pydantic pages"
 )
 
+MID_ANSWER = "(APIServer pid=4242) ERROR 12-02 16:31:59 "
 # what died -> (output, a part of the line that is shown, a part of the remedy)
 DEATHS = {
+    "the engine core is killed in an answer": (
+        f"{MID_ANSWER}[async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.\n"
+        f"{MID_ANSWER}[serving.py:929] Error in chat completion stream generator.\n"
+        "(APIServer pid=4242) INFO:     Shutting down\n",
+        "engine process ended and left no reason",
+        "it was killed: out of memory",
+    ),
     "CUDA out of memory while loading": (
         engine(
             "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of "

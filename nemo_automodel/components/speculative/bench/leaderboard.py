@@ -212,9 +212,10 @@ def render_png(entries: list[Entry]) -> bytes:
             sum(baselines) / len(baselines), color="black", linestyle="--", linewidth=1, label="no speculation"
         )
         axes.legend(loc="lower right")
+    axes.margins(x=0.12)  # room for the longest bar's label
     axes.invert_yaxis()
     axes.set_xlabel("output tokens/s (label: acceptance length)")
-    axes.set_title(f"{len(shown)} of {len(entries)} jobs measured")
+    axes.set_title(f"{len(shown)} of {len(entries)} candidates measured")
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=120)
     return out.getvalue()

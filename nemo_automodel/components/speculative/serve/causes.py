@@ -17,7 +17,9 @@ _PREFIX = re.compile(r"^(\([^)]*pid=\d+\)\s*)?((DEBUG|INFO|WARNING|ERROR|CRITICA
 _CAUSE = re.compile(
     r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Exit)\b.*|.*: error: .*|.*\bOut of memory\b.*", re.I
 )
-_ECHO = re.compile(r"root cause|stack trace|EngineDeadError|EngineCore encountered|CancelledError|SystemExit")
+_ECHO = re.compile(
+    r"root cause|stack trace|EngineDeadError|EngineCore encountered|CancelledError|SystemExit|stream generator"
+)
 _FRAME = re.compile(r'^\s*(File "|\^+|raise )')
 _QUIET = re.compile(r"^\s*(DEBUG|INFO|WARNING)\b")  # vLLM's own lines below an error
 _SHOWN = 400
@@ -59,6 +61,8 @@ def read_cause(text: str, exit_code: int | None = None) -> Cause:
             if match := known.pattern.search(line):
                 remedy = known.remedy.format(match.group(), *(group or "" for group in match.groups()))
                 return Cause(line.strip()[:_SHOWN], remedy)
+    if _CAUSE.match(told) and _ECHO.search(told):
+        return Cause("its engine process ended and left no reason", SIGNALS[128 + signal.SIGKILL])
     by_signal = (exit_code or 0) > 128 and not any(_CAUSE.match(line) for line in lines)
     return Cause(_signal_name(exit_code) if by_signal else told, SIGNALS.get(exit_code or 0, ""))
 
