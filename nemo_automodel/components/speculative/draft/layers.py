@@ -76,10 +76,28 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     As vLLM 0.32 does (`model_executor/layers/rotary_embedding/base.py`): tables are made in fp32 and rounded to the
     model's dtype, the sums are in fp32.
     """
+    return _Rotated.apply(x, cos.to(x.dtype).float(), sin.to(x.dtype).float())
+
+
+class _Rotated(torch.autograd.Function):
+    """A rotation, whose gradient is the rotation back: a third of the operations that autograd would find for it."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):  # noqa: ANN001
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, d_out):  # noqa: ANN001
+        cos, sin = ctx.saved_tensors
+        return _rotate(d_out, cos, -sin), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The two halves of cos and of sin are equal, as HF makes them."""
     half = x.shape[-1] // 2
     wide = x.float()
     turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
-    cos, sin = cos.to(x.dtype).float(), sin.to(x.dtype).float()
     return (wide * cos + turned * sin).to(x.dtype)
 
 
@@ -115,7 +133,21 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(_Gated.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+class _Gated(torch.autograd.Function):
+    """silu(gate) * up, which keeps nothing but its inputs: the widest activation of a layer less."""
+
+    @staticmethod
+    def forward(ctx, gate, up):  # noqa: ANN001
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, d_out):  # noqa: ANN001
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(d_out * up, gate), F.silu(gate).mul_(d_out)
 
 
 class DraftLayer(nn.Module):

@@ -13,6 +13,7 @@ from nemo_automodel.components.speculative.matmul import times_transposed
 
 CHUNK_ENTRIES = 2**26  # logits held at once: 256 MiB in fp32
 CPU_ELEMENTS, CPU_COLUMNS = 512, 4096
+LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ def _teacher(states: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _softmax_(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Probabilities, in place of the logits [n, V]; log of the normaliser [n] and first choice [n]."""
     top, best = logits.max(-1)
-    total = logits.sub_(top[:, None]).exp_().sum(-1)
+    # 2 ** ((logits - top) * log2(e)): on a CPU torch's exp2 takes a quarter of exp's time
+    total = torch.add(top[:, None] * -LOG2_E, logits, alpha=LOG2_E, out=logits).exp2_().sum(-1)
     logits.div_(total[:, None])
     return top + total.log(), best
