@@ -283,13 +283,26 @@ def test_export_dir_keeps_checkpoints_apart(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_of_the_user_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_of_another_tool_is_left_alone(tmp_path: Path) -> None:
+    """NeMo Automodel's launcher writes a `vllm_export/`, too, with the tokenizer's files in it."""
     draft = write_draft(tmp_path / "d")
     (draft / "vllm_export").mkdir()
-    (draft / "vllm_export" / "notes.txt").write_text("mine")
+    (draft / "vllm_export" / "tokenizer.json").write_text("theirs")
+    plan = plan_for(draft)
+    assert "another tool" in plan.notes[0] and str(plan.dest) in plan.notes[0]
+    assert_same_bytes(draft, export(plan).dir)
+    assert (draft / "vllm_export" / "tokenizer.json").read_text() == "theirs"
+    assert export(plan_for(draft)).reused
+
+
+def test_a_folder_of_the_user_is_no_place_for_an_export(tmp_path: Path) -> None:
+    draft = write_draft(tmp_path / "d")
+    dest = plan_for(draft, export_dir=str(tmp_path / "out")).dest
+    dest.mkdir(parents=True)
+    (dest / "notes.txt").write_text("mine")
     with pytest.raises(ExportError, match="notes.txt.*left alone"):
-        export(plan_for(draft))
-    assert (draft / "vllm_export" / "notes.txt").read_text() == "mine"
+        export(plan_for(draft, export_dir=str(tmp_path / "out")))
+    assert (dest / "notes.txt").read_text() == "mine"
 
 
 def test_odd_names(tmp_path: Path) -> None:
@@ -311,11 +324,16 @@ def test_a_checkpoint_that_changes_meanwhile_is_not_exported(tmp_path: Path, mon
     assert not (draft / "vllm_export").exists()
 
 
-def test_an_export_can_be_exported_again(tmp_path: Path) -> None:
+def test_an_export_can_be_exported_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody pastes the export's folder as the draft: nothing is written into it, so it stays an export of ours."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     draft = write_draft(tmp_path / "d")
     first = export(plan_for(draft)).dir
-    second = export(plan_for(first, export_dir=str(tmp_path / "out"))).dir
+    plan = plan_for(first)
+    second = export(plan).dir
+    assert "is an export itself" in plan.notes[0] and second.is_relative_to(tmp_path / "cache")
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+    assert len(list(first.iterdir())) == 3 and export(plan_for(draft)).reused
 
 
 @pytest.mark.parametrize("name", ["nemo_peagle", "nemo_eagle3", "speculators_peagle"])

@@ -7,7 +7,9 @@ import errno
 import json
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,10 +78,20 @@ def test_a_file_system_without_locks_is_told_with_a_way_out(tmp_path: Path, monk
             raise OSError(errno.ENOLCK, "No locks available")
 
     plan = plan_for(write_draft(tmp_path / "draft"))
+    with monkeypatch.context() as patched:
+        patched.setattr(export_module, "FileLock", Lockless)
+        with pytest.raises(ExportError, match="on a local disk"):
+            export(plan)
+    done = export(plan)
     monkeypatch.setattr(export_module, "FileLock", Lockless)
+    assert export(plan) == replace(done, reused=True)  # whole and right: nothing is to be written there
 
-    with pytest.raises(ExportError, match="on a local disk"):
-        export(plan)
+
+def test_a_file_system_that_tells_no_sizes_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FUSE without statfs answers with zeros."""
+    plan = plan_for(write_draft(tmp_path / "draft"))
+    monkeypatch.setattr(export_module.shutil, "disk_usage", lambda place: SimpleNamespace(total=0, used=0, free=0))
+    assert_same_bytes(tmp_path / "draft", export(plan).dir)
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])

@@ -254,6 +254,28 @@ def test_the_telling_line_of_pip(output: str, line: str) -> None:
     assert line in install.telling_line(output)
 
 
+@pytest.mark.parametrize(
+    ("output", "found"),
+    [
+        (
+            "The virtual environment was not created successfully because ensurepip is not\navailable.  On Debian\n"
+            "\nFailing command: /x/bin/python3\n",
+            "apt install python3-venv",
+        ),
+        (
+            "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError': /simple/x/\n"
+            "ERROR: Could not find a version that satisfies the requirement x (from versions: none)\n"
+            "ERROR: No matching distribution found for x\n",
+            "the package index cannot be reached",
+        ),
+    ],
+)
+def test_what_no_other_version_would_help_is_told(tmp_path: Path, output: str, found: str) -> None:
+    environment = managed.plan_environment("0.32", str(tmp_path))
+    environment.log.write_text(output)
+    assert found in str(install._failure(environment))
+
+
 def test_local_versions_markers_and_extras_of_requirements() -> None:
     here = install.relax(
         ["a==1.0+cpu", 'b>=2,<3; python_version > "3"', 'c; extra == "x"', "d[y]", 'e; python_version < "3"']

@@ -34,6 +34,7 @@ from nemo_automodel.components.speculative.serve.types import BenchmarkSpec, Ser
 from nemo_automodel.components.speculative.serve.vllm_release import ResolvedRelease, release_for
 from nemo_automodel.config.schema import DraftConfig, Precision, TrainConfig
 from nemo_automodel.errors import (
+    ExportError,
     GateError,
     Interrupted,
     LaunchError,
@@ -319,6 +320,25 @@ def test_a_foreground_launch_is_recorded_while_it_runs_and_after_ctrl_c(spec, in
     assert run_serve(spec, base_dir=tmp_path, out_dir=out) == Interrupted.exit_code
     assert seen[0]["status"] == "launched" and seen[0]["server"]["pid"] > 0
     assert (_result(out)["status"], _result(out)["reason"]) == ("ok", "SIGINT received")
+
+
+@pytest.mark.parametrize("benchmark", [True, False])
+def test_a_server_that_loaded_another_jobs_export_is_refused(spec, installed, monkeypatch, tmp_path, benchmark) -> None:
+    """Two jobs, one draft, other options: the second one's export takes the first one's place while vLLM loads."""
+    _use_fake(monkeypatch)
+    real = pipeline.export
+
+    def export_then_the_other_job(plan, say):
+        done = real(plan, say)
+        manifest = json.loads((done.dir / "manifest.json").read_text())
+        (done.dir / "manifest.json").write_text(json.dumps(manifest | {"digest": "of other options"}))
+        return done
+
+    monkeypatch.setattr(pipeline, "export", export_then_the_other_job)
+    out = tmp_path / "out"
+    with pytest.raises(ExportError, match="was replaced while the server loaded it"):
+        run_serve(replace(spec, benchmark_mode=benchmark), base_dir=tmp_path, out_dir=out)
+    assert _result(out)["status"] == "failed" and "serve.export_dir" in _result(out)["reason"]
 
 
 def test_a_failure_outside_the_serve_stage_is_recorded_once(tmp_path: Path) -> None:

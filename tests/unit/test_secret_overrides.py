@@ -19,6 +19,7 @@ VALUE = "sk-very-secret"
     [
         (f"+serve.env.VLLM_API_KEY={VALUE}", "serve.env.VLLM_API_KEY"),
         (f"++serve.env.AWS_SECRET_ACCESS_KEY={VALUE}", "serve.env.AWS_SECRET_ACCESS_KEY"),
+        (f"+serve.env.GITHUB_PAT={VALUE}", "serve.env.GITHUB_PAT"),
         (f"serve.extra_args.api_key={VALUE}", "serve.extra_args.api_key"),
         (f"+serve.extra_args.api-key={VALUE}", "serve.extra_args.api-key"),
         (f"serve.extra_args={{api-key: {VALUE}, max_num_seqs: 8}}", "serve.extra_args.api-key"),

@@ -98,6 +98,8 @@ MISTAKES = {
     "-- 8": ("[after --]", "belongs to no flag"),
     "--no-such-flag": ("[command line]", "after a --"),
     "--port abc": ("[command line]", "--help"),
+    "--target=": ("[command line]", "--target: it is empty"),
+    "--host=": ("[command line]", "--host: it is empty"),
 }
 
 
@@ -118,6 +120,19 @@ def test_mistakes_fail_in_one_line_in_the_words_of_this_command_line(
     (line,) = [line for line in shown.err.splitlines() if line.startswith("error: ")]
     assert where in line and told in line, line
     assert not re.search(r"\bserve[./]|\bnull\b", shown.err), f"Hydra's words: {shown.err}"
+
+
+def test_an_unset_variable_is_no_target_for_the_doctor(here: Path, capsys) -> None:
+    """Without --target less is checked, and it says so; an empty one was meant to be something."""
+    assert main(["doctor", "--draft", str(here / "run"), "--target", ""]) == 1
+    assert "--target: it is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["runtimes", "diagnose", "publish"])
+def test_a_mistyped_flag_is_no_missing_vllm(command: str, capsys) -> None:
+    """argparse's own exit code is 2, which stands for a vLLM that is not there."""
+    assert main([command, "--no-such-flag"]) == 1
+    assert "error: " in capsys.readouterr().err
 
 
 def test_warnings_are_in_the_words_of_this_command_line_too(here: Path, capsys, monkeypatch) -> None:

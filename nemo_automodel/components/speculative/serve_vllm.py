@@ -26,7 +26,7 @@ from nemo_automodel.components.speculative.serve.publish import run_publish
 from nemo_automodel.components.speculative.serve.report import Report
 from nemo_automodel.components.speculative.serve.secret_names import refuse_secret_words
 from nemo_automodel.components.speculative.serve.types import Engine, ServeSpec, SharedTensors
-from nemo_automodel.errors import ConfigError, Interrupted, UserError
+from nemo_automodel.errors import ConfigError, Interrupted, UserError, VllmMissingError
 from nemo_automodel.files import expand_user
 
 PROG = "python -m nemo_automodel.components.speculative.serve_vllm"
@@ -40,31 +40,42 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message, where="command line", remedy=remedy)
 
 
+def _text(value: str) -> str:
+    """A flag's text. An empty one is an unset shell variable, and would mean the current folder or all addresses."""
+    if not value.strip():
+        raise argparse.ArgumentTypeError("it is empty (an unset variable?)")
+    return value
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The flags of design section 1."""
     parser = _Parser(prog=PROG, description="Serve an EAGLE-3 or P-EAGLE draft with vLLM.", allow_abbrev=False)
     add = parser.add_argument
-    add("--target", required=True, help="target model: a folder or a Hub id")
-    add("--draft", required=True, help="draft: a run, a checkpoint, a model folder or a Hub id")
+    add("--target", type=_text, required=True, help="target model: a folder or a Hub id")
+    add("--draft", type=_text, required=True, help="draft: a run, a checkpoint, a model folder or a Hub id")
     add("--num-speculative-tokens", type=int, metavar="K", help="tokens per draft; default: the draft's trained depth")
     add("--port", type=int, default=8000, help="0 picks a free one (default: %(default)s)")
-    add("--host", default="127.0.0.1", help="(default: %(default)s)")
+    add("--host", type=_text, default="127.0.0.1", help="(default: %(default)s)")
     add("--tp-size", type=int, default=1, help="tensor parallel size (default: %(default)s)")
     add("--draft-tp-size", type=int, help="1 or the value of --tp-size; default: vLLM's choice")
-    add("--dtype", default="auto", help="(default: %(default)s)")
+    add("--dtype", type=_text, default="auto", help="(default: %(default)s)")
     add("--max-model-len", type=int, help="longest prompt and answer in tokens; default: the target's")
     add("--gpu-memory-utilization", type=float, default=0.8, help="(default: %(default)s)")
     add("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
-    add("--method", help="only to insist on what the draft is: eagle3 or peagle")
+    add("--method", type=_text, help="only to insist on what the draft is: eagle3 or peagle")
     add("--engine", choices=[e.value for e in Engine], default="vllm", help="(default: %(default)s)")
-    add("--python", help="interpreter that has the engine (default: this one)")
-    add("--export-dir", help="where to write the export; default: vllm_export/ beside the draft's weights")
+    add("--python", type=_text, help="interpreter that has the engine (default: this one)")
+    add("--export-dir", type=_text, help="where to write the export; default: vllm_export/ beside the draft's weights")
     shared = "draft tensors that are byte for byte the target's; omit: vLLM uses the target's (default: %(default)s)"
     add("--export-shared", choices=[s.value for s in SharedTensors], default="keep", help=shared)
-    add("--vllm-version", default="auto", help="release to prepare for, such as 0.32 (default: the installed one)")
+    release = "release to prepare for, such as 0.32 (default: the installed one)"
+    add("--vllm-version", type=_text, default="auto", help=release)
     add("--export-only", action="store_true", help="write the export and print its folder, start nothing")
     add("--print-only", action="store_true", help="print the command, write nothing, start nothing")
-    parser.epilog = "Everything after -- goes to vLLM: -- --max-num-seqs 8 --enforce-eager"
+    parser.epilog = (
+        "Everything after -- goes to vLLM: -- --max-num-seqs 8 --enforce-eager. "
+        "Other commands, each with a --help of its own: doctor, convert, runtimes, diagnose, publish."
+    )
     return parser
 
 
@@ -77,10 +88,11 @@ def build_doctor_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--draft", required=True, help="draft: a run, a checkpoint, a model folder or a Hub id")
-    add("--target", default="", help="target model: a folder or a Hub id; without one, less can be checked")
+    add("--draft", type=_text, required=True, help="draft: a run, a checkpoint, a model folder or a Hub id")
+    add("--target", type=_text, help="target model: a folder or a Hub id; without one, less can be checked")
     add(
         "--vllm",
+        type=_text,
         default="auto",
         metavar="X",
         help="release, such as 0.32 (default: the installed one, else the newest)",
@@ -89,7 +101,7 @@ def build_doctor_parser() -> argparse.ArgumentParser:
     add("--tp-size", type=int, default=1, help="tensor parallel size (default: %(default)s)")
     add("--draft-tp-size", type=int, help="1 or the value of --tp-size; default: vLLM's choice")
     add("--max-model-len", type=int, help="longest prompt and answer in tokens; default: the target's")
-    add("--method", help="only to insist on what the draft is: eagle3 or peagle")
+    add("--method", type=_text, help="only to insist on what the draft is: eagle3 or peagle")
     parser.epilog = "Everything after -- is taken for vLLM's flags: -- --max-num-seqs 8"
     return parser
 
@@ -103,7 +115,7 @@ def run_doctor(words: Sequence[str], extra: Sequence[str]) -> int:
     args, more = build_doctor_parser().parse_args(words), parse_extra(extra)
     spec = ServeSpec(
         checkpoint=args.draft,
-        target=args.target,
+        target=args.target or "",
         print_only=True,
         tensor_parallel_size=args.tp_size,
         draft_tensor_parallel_size=args.draft_tp_size,
@@ -130,8 +142,8 @@ def run_convert(words: Sequence[str]) -> int:
     parser = _Parser(
         prog=f"{PROG} convert", description="Write a draft's .bin weights as safetensors into a folder of their own."
     )
-    parser.add_argument("--draft", required=True, help="folder with config.json and *.bin")
-    parser.add_argument("--out", help="new folder (default: <draft>-safetensors beside it)")
+    parser.add_argument("--draft", type=_text, required=True, help="folder with config.json and *.bin")
+    parser.add_argument("--out", type=_text, help="new folder (default: <draft>-safetensors beside it)")
     args = parser.parse_args(words)
     draft = expand_user(args.draft).absolute()
     print(convert_bin(draft, expand_user(args.out).absolute() if args.out else None), flush=True)
@@ -217,6 +229,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {as_flags(str(error))}", file=sys.stderr)
         return error.exit_code
+    except SystemExit as ended:  # argparse of runtimes, diagnose and publish; its 2 would mean that vLLM is missing
+        if ended.code != VllmMissingError.exit_code:
+            raise
+        return UserError.exit_code
     except OSError as error:  # a disk, a closed pipe: nothing that a traceback would explain
         print(f"error: {error} [{error.filename or 'this machine'}] -> see the reason, then run again", file=sys.stderr)
         return 1

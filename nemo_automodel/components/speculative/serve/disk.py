@@ -78,13 +78,15 @@ def check_disk(spec: ServeSpec, draft: DraftConfig, train: TrainConfig, target: 
 
 def _check_place(folder: Path, needed: int, what: str, remedy: str) -> None:
     free, wanted = _free_bytes(folder), needed + SPARE_BYTES
-    if free < wanted:
+    if free is not None and free < wanted:
         found = f"{free / 1e9:.1f} GB free, {what} up to {wanted / 1e9:.1f} GB"
         raise PreflightError(found, where=str(folder), remedy=remedy)
 
 
-def _free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(_existing(folder)).free
+def _free_bytes(folder: Path) -> int | None:
+    """None where the file system (some of FUSE's) tells no sizes: all zeros."""
+    usage = shutil.disk_usage(_existing(folder))
+    return usage.free if usage.total else None
 
 
 def _same_disk(a: Path, b: Path) -> bool:

@@ -31,13 +31,14 @@ from nemo_automodel.components.speculative.serve.export_plan import (
     Segment,
     changed,
     file_facts,
+    foreign_files,
     plan_export,
 )
 from nemo_automodel.components.speculative.serve.types import Exported
 from nemo_automodel.errors import ExportError
 from nemo_automodel.files import fsync_dir, open_regular, plain_mode, read_json, sha256_file, write_json
 
-__all__ = ["ExportPlan", "export", "plan_export", "reusable_digest", "write_weights"]
+__all__ = ["ExportPlan", "export", "plan_export", "refuse_replaced", "reusable_digest", "write_weights"]
 
 LOCK_SECONDS = 1800  # another export of the same draft is a copy of gigabytes at most
 WHERE = "serve.export_dir"
@@ -70,6 +71,8 @@ def export(plan: ExportPlan, say: Callable[[str], None] = lambda line: None) -> 
         found = f"another process has been exporting to {plan.dest} for {LOCK_SECONDS} s"
         raise ExportError(found, where=WHERE, remedy="wait for it or end it, then run again") from error
     except OSError as error:
+        if error.errno in (*_LOCKLESS, *_DENIED) and (digest := reusable_digest(plan)) is not None:
+            return Exported(plan.dest, True, digest)  # made by somebody else, in a place where we cannot write
         raise _as_export_error(error, plan) from error
 
 
@@ -130,6 +133,21 @@ def reusable_digest(plan: ExportPlan, *, refresh: bool = False) -> str | None:
     return manifest.get("digest")
 
 
+def refuse_replaced(plan: ExportPlan, exported: Exported | None) -> None:
+    """Once a server has loaded it: the export is still the one that was made for it.
+
+    Raises:
+        ExportError: another job has put one with other options (another target, a longer context) in its place.
+    """
+    try:
+        digest = exported and read_json(plan.dest / MANIFEST).get("digest")
+    except (OSError, ValueError):
+        return  # taken away meanwhile; the server has its copy
+    if exported and digest != exported.digest:
+        found = f"{plan.dest} was replaced while the server loaded it: another job exports this draft otherwise"
+        raise ExportError(found, where=WHERE, remedy="serve.export_dir=FOLDER, another one for each of the two")
+
+
 def _paths(plan: ExportPlan) -> list[Path]:
     return [plan.model_dir / name for name in plan.sources]
 
@@ -153,10 +171,10 @@ def _refuse_foreign(dest: Path) -> None:
     """Only a folder that holds nothing but an export's files is replaced."""
     if not dest.exists() and not dest.is_symlink():
         return
-    ours = {WEIGHTS, CONFIG, MANIFEST}
-    foreign = not dest.is_dir() or dest.is_symlink() or sorted(f.name for f in dest.iterdir() if f.name not in ours)
-    if foreign:
-        what = ", ".join(foreign[:3]) if isinstance(foreign, list) else "it is no folder"
+    no_folder = dest.is_symlink() or not dest.is_dir()
+    foreign = foreign_files(dest)
+    if foreign or no_folder:
+        what = "it is no folder" if no_folder else ", ".join(foreign[:3])
         found = f"{dest} is not an export of ours ({what}) and is left alone"
         raise ExportError(found, where=WHERE, remedy="move it away, or serve.export_dir=ANOTHER")
 
@@ -216,7 +234,8 @@ def write_weights(plan: ExportPlan, path: Path) -> None:
     """Share or copy the segments, then write the header over the start, then fsync."""
     with path.open("wb") as out:
         if not _share(plan, out.fileno()):
-            if shutil.disk_usage(path.parent).free < plan.weight_bytes:
+            usage = shutil.disk_usage(path.parent)  # some file systems (FUSE) tell no sizes: all zeros
+            if usage.total and usage.free < plan.weight_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             for segment in plan.segments:
                 _copy(segment, out.fileno())

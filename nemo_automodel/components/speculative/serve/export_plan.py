@@ -25,6 +25,7 @@ from nemo_automodel.files import TensorInfo, build_safetensors_header, expand_us
 
 LAYOUT_VERSION = 1
 EXPORT_DIR = "vllm_export"
+OWN_DIR = "vllm_export_own"  # beside a vllm_export/ of another tool; NeMo Automodel's launcher makes one, too
 WEIGHTS, CONFIG, MANIFEST = "model.safetensors", "config.json", "manifest.json"
 
 
@@ -115,16 +116,43 @@ def choose_dest(resolved: Resolved, spec: ServeSpec, base_dir: Path) -> tuple[Pa
     name = _label(resolved.model_dir)
     if spec.export_dir is not None:
         dest = (base_dir / expand_user(spec.export_dir)).absolute() / name
-    elif _writable(resolved.model_dir) and not any(shard.is_symlink() for shard in resolved.shards):
-        return resolved.model_dir / EXPORT_DIR, ()
+    elif (why := _no_place(resolved)) is None:
+        usual = resolved.model_dir / EXPORT_DIR
+        if (usual / MANIFEST).is_file() or not foreign_files(usual):
+            return usual, ()
+        own = resolved.model_dir / OWN_DIR
+        return own, (f"{usual} was made by another tool and is left alone: the export's place is {own}",)
     else:
         cache = expand_user(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
         dest = cache.absolute() / "speculative-exports" / name
-        why = "holds links into a store" if _writable(resolved.model_dir) else "is read-only"
-        return dest, (f"{resolved.model_dir} {why}: exported to {dest}",)
+        return dest, (f"{resolved.model_dir} {why}: the export's place is {dest}",)
     if dest.resolve() == resolved.model_dir:
         raise ExportError(f"{dest} is the draft itself", where="serve.export_dir", remedy="name another folder")
     return dest, ()
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """Names in an existing folder that no export of ours has; [] where there is no folder (a link counts as none)."""
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    ours, rest = (WEIGHTS, CONFIG, MANIFEST), f".{MANIFEST}."  # `rest`: of a killed run, removed by the next export
+    return sorted(file.name for file in folder.iterdir() if file.name not in ours and not file.name.startswith(rest))
+
+
+def _no_place(resolved: Resolved) -> str | None:
+    """Why nothing is written beside these weights; None: it may be."""
+    if not _writable(resolved.model_dir):
+        return "is read-only"
+    if any(shard.is_symlink() for shard in resolved.shards):
+        return "holds links into a store"
+    return "is an export itself" if _is_export(resolved.model_dir) else None
+
+
+def _is_export(folder: Path) -> bool:
+    try:
+        return "made_from" in read_json(folder / MANIFEST)
+    except (OSError, ValueError):
+        return False
 
 
 def _writable(folder: Path) -> bool:

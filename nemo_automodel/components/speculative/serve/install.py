@@ -27,6 +27,8 @@ from nemo_automodel.interrupts import interruptible
 PROGRESS_S = 10.0
 STOP_S = 10.0
 FULL, FULL_BYTES = "No space left on device", 16_000_000
+NO_VENV = ("ensurepip is not", "No module named venv", "No module named ensurepip")  # Debian takes them out of Python
+OFFLINE = "connection broken by"  # pip, before each retry
 _REQUIRES = "import importlib.metadata as m, json, sys; print(json.dumps(m.requires(sys.argv[1]) or []))"
 Say = Callable[[str], None]
 
@@ -85,8 +87,9 @@ def make(environment: Environment, say: Say) -> None:
 
 
 def _check_room(environment: Environment) -> None:
-    free, needed = shutil.disk_usage(environment.path.parent).free, NEEDED_BYTES[environment.distribution]
-    if free < needed:
+    usage, needed = shutil.disk_usage(environment.path.parent), NEEDED_BYTES[environment.distribution]
+    free = usage.free
+    if usage.total and free < needed:  # some file systems (FUSE) tell no sizes: all zeros
         raise PreflightError(
             f"{free / 1e9:.1f} GB free, {environment.requirement} takes up to {needed / 1e9:.0f} GB",
             where=str(environment.path.parent),
@@ -161,13 +164,20 @@ def _run(argv: list[str], environment: Environment, log: int, say: Say) -> None:
 
 def _failure(environment: Environment) -> UserError:
     """Why a step failed. A disk that is full has no room for pip's own word about it."""
-    line = telling_line(environment.log.read_text(errors="replace"))
-    if FULL in line or shutil.disk_usage(environment.path.parent).free < FULL_BYTES:
+    output = environment.log.read_text(errors="replace")
+    line = telling_line(output)
+    usage = shutil.disk_usage(environment.path.parent)
+    if FULL in line or (usage.total and usage.free < FULL_BYTES):
         return PreflightError(
             f"the disk is full: {environment.requirement} cannot be installed",
             where=str(environment.path.parent),
             remedy="free space, or serve.runtime.dir=PATH on another disk",
         )
+    if any(sign in output for sign in NO_VENV):
+        remedy = "apt install python3-venv; or serve/runtime=here with serve.python=PATH of a vLLM"
+        return PreflightError("this Python cannot make virtual environments", where=sys.executable, remedy=remedy)
+    if OFFLINE in output and "(from versions: none)" in output:
+        line = "the package index cannot be reached"
     return VllmMissingError(
         f"cannot install {environment.requirement}: {line}",
         where="serve.runtime",

@@ -18,16 +18,12 @@ from nemo_automodel.components.speculative.serve.command import (
     command_warnings,
 )
 from nemo_automodel.components.speculative.serve.doctor import Severity, findings_of
-from nemo_automodel.components.speculative.serve.export import export, reusable_digest
+from nemo_automodel.components.speculative.serve.export import export, refuse_replaced, reusable_digest
 from nemo_automodel.components.speculative.serve.export_line import export_line
 from nemo_automodel.components.speculative.serve.export_plan import ExportPlan, plan_export
 from nemo_automodel.components.speculative.serve.fixup import examine
 from nemo_automodel.components.speculative.serve.port import find_port
-from nemo_automodel.components.speculative.serve.record import (
-    RESULT,
-    JobRecord,
-    reason_of,
-)
+from nemo_automodel.components.speculative.serve.record import RESULT, JobRecord, reason_of
 from nemo_automodel.components.speculative.serve.report import Report
 from nemo_automodel.components.speculative.serve.resolve import resolve
 from nemo_automodel.components.speculative.serve.runtime import (
@@ -98,7 +94,7 @@ def run_serve(
         exported = _export(plan, record, report) if spec.speculates else None
         if spec.benchmark_mode:
             return _benchmark(plan, exported, out_dir, record, report, multirun)
-        return _foreground(plan, record, report)
+        return _foreground(plan, exported, record, report)
     except BaseException as error:
         record.save_or_warn("failed", reason_of(error), report.warn)
         raise
@@ -232,7 +228,7 @@ def _export(plan: Plan, record: JobRecord, report: Report) -> Exported:
     return exported
 
 
-def _foreground(plan: Plan, record: JobRecord, report: Report) -> int:
+def _foreground(plan: Plan, exported: Exported | None, record: JobRecord, report: Report) -> int:
     from nemo_automodel.components.speculative.serve.launch import serve_foreground
 
     record.stage = "launch"
@@ -245,6 +241,7 @@ def _foreground(plan: Plan, record: JobRecord, report: Report) -> int:
     ready: list[ServerInfo] = []
 
     def on_ready(server: ServerInfo) -> None:
+        refuse_replaced(plan.export, exported)
         ready.append(server)
         record.server(server)
         record.save_or_warn("launched", None, report.warn)
@@ -282,6 +279,7 @@ def _benchmark(
     )
 
     def on_server(command: LaunchCommand, server: ServerInfo) -> None:
+        refuse_replaced(plan.export, exported)
         record.command(command)
         record.server(server)
 

@@ -12,7 +12,7 @@ from typing import Any, Iterator, Mapping, Sequence
 from nemo_automodel.errors import ConfigError
 
 _SECRET = re.compile(
-    r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|(^|_)TOKEN$|API_?KEY|(ACCESS|PRIVATE)_KEY|^AUTHORIZATION$"
+    r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|(^|_)(TOKEN|PAT)$|API_?KEY|(ACCESS|PRIVATE)_KEY|^AUTHORIZATION$"
     r"|^API_KE?$|^HF_T(O|OK|OKE)?$",  # vLLM's argparse completes these
     re.IGNORECASE,
 )

@@ -166,7 +166,8 @@ def _warnings(config: Mapping[str, Any], names: set[str]) -> list[str]:
 def sglang_dest(plan: ExportPlan) -> ExportPlan:
     """The same export in a folder of its own, beside vLLM's."""
     name = SGLANG_EXPORT_DIR if plan.dest.name == EXPORT_DIR else f"{plan.dest.name}-sglang"
-    return replace(plan, dest=plan.dest.with_name(name))
+    dest = plan.dest.with_name(name)
+    return replace(plan, dest=dest, notes=tuple(note.replace(str(plan.dest), str(dest)) for note in plan.notes))
 
 
 def build_sglang_command(

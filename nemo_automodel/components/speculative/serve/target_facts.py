@@ -23,6 +23,8 @@ def read_target(path: str, base_dir: Path | None = None) -> TargetFacts:
     Raises:
         ResolveError: no such folder, no readable config.json, or a key that fixes a size is missing.
     """
+    if not path.strip():  # it would be the current folder
+        raise ResolveError("the target is an empty string", where=WHERE, remedy="name a model folder or a Hub id")
     folder = Path(base_dir or ".") / expand_user(path)
     if folder.is_dir():
         file = folder / "config.json"
