@@ -70,6 +70,9 @@ WIDE_HEADS = {
     LAYER + f"{x}_proj.weight": ones(*size)
     for x, size in (("q", (32, 32)), ("k", (16, 32)), ("v", (16, 32)), ("o", (16, 32)))
 }
+MROPE = {"rope_type": "default", "mrope_section": [1, 1]}
+TWICE = {"norm.weight": draft_tensors()["model.norm.weight"]}
+MIXED = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
 IMAGES = {"vision_config": {}}
 PHI, OLMO3, GEMMA2 = ({"architectures": [f"{x}ForCausalLM"]} for x in ("Phi", "Olmo3", "Gemma2"))
 SPECULATORS = {
@@ -177,7 +180,8 @@ CASES: list[tuple[str, Any, Any, dict[str, Any], int, str, str]] = [
     ("mask id too high", draft_config(mask_token_id=V), bare(), {}, 1, "error", "the vocabulary has 64"),
     # 2.4 weights
     ("unknown tensor", served(), bare(foo=ones(2)), {}, 1, "error", "does not know: foo"),
-    ("names meet", served(), bare() | {"model.norm.weight": ones(H)}, {}, 1, "error", "would both become norm.weight"),
+    ("names meet", served(), bare() | {"model.norm.weight": ones(H) * 2}, {}, 1, "error", "both become norm.weight"),
+    ("saved twice", served(), draft_tensors() | TWICE, {}, 0, "note", "byte for byte model.norm.weight"),
     (
         "hidden_norm missing",
         served(),
@@ -220,6 +224,15 @@ CASES: list[tuple[str, Any, Any, dict[str, Any], int, str, str]] = [
     ),
     ("float d2t", served(draft_vocab_size=32), REDUCED | {"d2t": np.arange(32, dtype="float32")}, {}, 0, "", ""),
     ("odd t2d", served(draft_vocab_size=32), REDUCED | {"t2d": ones(9, dtype="bool")}, {}, 0, "warning", "left out"),
+    (
+        "t2d of more",
+        served(draft_vocab_size=32),
+        REDUCED | {"t2d": ones(V, dtype="bool")},
+        {},
+        0,
+        "warning",
+        "marks 64",
+    ),
     ("d2t of ids", served(draft_vocab_size=32), REDUCED | {"d2t": np.arange(32) * 2}, {}, 1, "error", "not offsets"),
     ("int8", served(), bare() | {LAYER + "q_proj.weight": ones(16, 32, dtype="int8")}, {}, 1, "error", "plain floats"),
     # 2.5 aux layers
@@ -256,7 +269,9 @@ CASES: list[tuple[str, Any, Any, dict[str, Any], int, str, str]] = [
     ("K=9, 0.27", served(num_depths=9), bare(), {"vllm": "0.27"}, 1, "error", "(K-1) x max_num_seqs"),
     ("K=9, 0.28", served(num_depths=9), bare(), {"vllm": "0.28"}, 0, "", ""),
     ("padded batch off", served(), bare(), {"extra": {"disable_padded_drafter_batch": True}}, 1, "error", "padded"),
-    ("mrope", served(rope_scaling={"rope_type": "default", "mrope_section": [1, 1]}), bare(), {}, 1, "error", "mrope"),
+    ("mrope", served(rope_scaling=MROPE), bare(), {}, 0, "note", "the same as plain rope"),
+    ("mrope, older name", served(rope_scaling=MROPE | {"rope_type": "mrope"}), bare(), {}, 0, "note", "as plain rope"),
+    ("mrope, images", served(rope_scaling=MROPE), bare(), {"target": IMAGES}, 1, "error", "mrope_section"),
     # configs with little in them, and sizes told by the tensors
     ("tiny config", TINY, SEQUENTIAL, {}, 0, "note", "intermediate_size: (absent) -> 24"),
     ("head_dim from q_proj", served(head_dim=GONE), bare() | WIDE_HEADS, {}, 0, "note", "head_dim: (absent) -> 16"),
@@ -279,6 +294,7 @@ CASES: list[tuple[str, Any, Any, dict[str, Any], int, str, str]] = [
         "error",
         "which reaches 128",
     ),
+    ("ntk rope", served(rope_scaling={"type": "ntk", "factor": 2.0}), bare(), {}, 0, "warning", "vLLM 0.32 knows"),
     ("no rope_theta", served(rope_theta=GONE), bare(), {}, 0, "warning", "names no rope_theta"),
     # a vocabulary padded to another size (run: each of them serves, or fails as said; vLLM itself compares nothing)
     ("60 of 64", *sized(60), {}, 0, "warning", "has embeddings for 60 of the target's 64"),
@@ -302,6 +318,7 @@ CASES: list[tuple[str, Any, Any, dict[str, Any], int, str, str]] = [
     ("48 of 64", *sized(48), {}, 1, "error", "the draft's vocab_size is 48, the target's 64"),
     ("48 of 64, tokenizer", *sized(48), {"tokenizer": 40}, 0, "warning", "has embeddings for 48"),
     # tensors that vLLM takes, skips or drops (run)
+    ("another length", served(max_seq_len=16), bare(), {}, 0, "note", "max_seq_len: 16 -> (absent)"),
     ("n_predict", served(n_predict=3), bare(), {}, 0, "note", "n_predict: 3 -> (absent)"),
     ("fused", served(), fused(bare()), {}, 0, "", ""),
     ("fused, short", served(), fused(bare()) | {LAYER + "qkv_proj.weight": ones(30, 32)}, {}, 1, "error", "[128, 32]"),
@@ -315,7 +332,16 @@ CASES: list[tuple[str, Any, Any, dict[str, Any], int, str, str]] = [
     ("half d2t", served(draft_vocab_size=32), REDUCED | {"d2t": np.arange(32, dtype="float16")}, {}, 0, "", ""),
     ("byte d2t", served(draft_vocab_size=32), REDUCED | {"d2t": np.arange(32, dtype="uint8")}, {}, 0, "", ""),
     ("ids as text", served(eagle_aux_hidden_state_layer_ids=["2", 3.0, 5]), bare(), {}, 0, "note", "-> [2, 3, 5]"),
-    ("ids in one text", served(eagle_aux_hidden_state_layer_ids="2,3,5"), bare(), {}, 1, "error", "write a list"),
+    ("ids in one text", served(eagle_aux_hidden_state_layer_ids="2,3,5"), bare(), {}, 0, "note", "2,3,5 -> [2, 3, 5]"),
+    ("ids, no list", served(eagle_aux_hidden_state_layer_ids="2;3;5"), bare(), {}, 1, "error", "write a list"),
+    ("bias of embeddings", served(), bare() | {"embed_tokens.bias": ones(H)}, {}, 0, "warning", "vLLM ignores one"),
+    ("mask", served(), bare() | {LAYER + "bias": ones(1, 1, 4, 4, dtype="bool")}, {}, 0, "note", "a buffer"),
+    ("counter", served(), bare(global_step=np.array(7)), {}, 0, "note", "a buffer"),
+    # sizes that all tensors tell alike, against the config
+    ("inner size", served(intermediate_size=99), bare(), {}, 0, "note", "intermediate_size: 99 -> 24"),
+    ("one long up", served(), bare() | {"layers.0.mlp.up_proj.weight": ones(48, H)}, {}, 1, "error", "its first rows"),
+    ("no size", served(head_dim=0, num_key_value_heads=-1), bare(), {}, 0, "note", "head_dim: 0 -> (absent)"),
+    ("draft size", served(draft_vocab_size=40), REDUCED, {}, 0, "note", "draft_vocab_size: 40 -> 32"),
     (
         "three layers",
         served(eagle_aux_hidden_state_layer_ids=GONE),
@@ -325,7 +351,8 @@ CASES: list[tuple[str, Any, Any, dict[str, Any], int, str, str]] = [
         "warning",
         "[0, 1, 2] of 3 is assumed",
     ),
-    # the same value written as another kind, which transformers' config classes refuse (run)
+    # the same value written as another kind. Raw (run): transformers 5.19 refuses sizes, eps and flags of another kind;
+    # vLLM 0.32 a factor that is text or 0, and two kinds of rope; the others are read as they stand
     (
         "sizes as text",
         served(hidden_size="16", head_dim=32.0, rms_norm_eps="1e-6"),
@@ -356,7 +383,17 @@ CASES: list[tuple[str, Any, Any, dict[str, Any], int, str, str]] = [
     *((x, served(), {f"{x}.{k}": v for k, v in bare().items()}, {}, 0, "note", x) for x in ("module", "draft_model")),
     ("Mistral", eagle3(architectures=["MistralForCausalLMEagle3"]), SEQUENTIAL, {}, 0, "warning", "taken for one"),
     ("Llama 4", eagle3(architectures=["Eagle3Llama4ForCausalLM"]), SEQUENTIAL, {}, 1, "error", "of another layout"),
-    # sliding layers (run)
+    # sliding layers (run: no window serves as full attention; transformers refuses a list that is too short)
+    (
+        "no window",
+        eagle3(layer_types=["sliding_attention"]),
+        SEQUENTIAL,
+        {},
+        0,
+        "warning",
+        "there is no sliding_window",
+    ),
+    ("target slides in part", eagle3(), SEQUENTIAL, {"target": MIXED}, 1, "error", "mixes full and sliding layers"),
     (
         "one of two slides",
         eagle3(layer_types=["sliding_attention"], sliding_window=8),

@@ -96,7 +96,9 @@ def test_midlayer_becomes_layer_zero_and_two_names_never_meet(plan: Planner) -> 
     fixups = plan(draft_config(architectures=["LlamaForCausalLMEagle3"]), midlayer)
     assert fixups.renames["midlayer.hidden_norm.weight"] == "layers.0.hidden_norm.weight"
     with pytest.raises(FixupError, match="model.norm.weight.*norm.weight.*would both become norm.weight"):
-        plan(None, draft_tensors() | {"norm.weight": plain["norm.weight"]})
+        plan(None, draft_tensors() | {"norm.weight": plain["norm.weight"] + 1})
+    twice = plan(None, draft_tensors() | {"norm.weight": plain["norm.weight"]})  # one weight under two names
+    assert twice.dropped == ("norm.weight",) and twice.renames["model.norm.weight"] == "norm.weight"
 
 
 def test_weights_that_vllm_would_silently_miss(plan: Planner) -> None:
@@ -265,8 +267,6 @@ def test_the_rope_table_reaches_as_far_as_the_target(plan: Planner) -> None:
     [
         ({"rope_theta": "fast"}, "rope_theta is 'fast'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differ by layer type"),
-        ({"rope_scaling": {"rope_type": "mrope", "mrope_section": [1, 1, 2]}}, "mrope_section"),
-        ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, "mrope_section"),
         (
             {"rope_scaling": {"rope_type": "llama3"}, "rope_parameters": {"rope_type": "default"}},
             "rope_scaling says llama3",
@@ -275,6 +275,9 @@ def test_the_rope_table_reaches_as_far_as_the_target(plan: Planner) -> None:
         ({"hidden_size": 16.5}, "hidden_size is 16.5"),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps"),
         ({"hidden_act": "gelu"}, "silu only"),
+        ({"logit_scale": "much"}, "logit_scale is 'much'"),
+        ({"partial_rotary_factor": "half"}, "partial_rotary_factor is 'half'"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": "half"}}, "partial_rotary_factor is 'half'"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "Eagle3DeepseekV2ForCausalLM"),
         ({"parallel_drafting": "yes"}, "parallel_drafting is 'yes'"),

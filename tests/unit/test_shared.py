@@ -12,7 +12,7 @@ from drafts import draft_config, draft_tensors, write_draft, write_target
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from nemo_automodel.components.speculative.serve import shared
+from nemo_automodel.components.speculative.serve import shards
 from nemo_automodel.components.speculative.serve.export import export, plan_export
 from nemo_automodel.components.speculative.serve.fixup import plan_fixups
 from nemo_automodel.components.speculative.serve.resolve import resolve
@@ -65,7 +65,7 @@ def test_what_equals_the_target_s_is_left_out(tmp_path: Path, theirs: Any, targe
 
 
 def test_one_byte_at_the_end_is_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "CHUNK_BYTES", 100)  # several pieces, the last one short
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 100)  # several pieces, the last one short
     other = EMBED.copy()
     other[-1, -1] += 1
     assert "embed_tokens.weight" in planned(tmp_path / "a", {"model.embed_tokens.weight": other})[1]

@@ -9,11 +9,13 @@ from nemo_automodel.components.speculative.draft.spec import default_aux_layer_i
 from nemo_automodel.components.speculative.serve.fixup_family import PEAGLE, class_names
 from nemo_automodel.components.speculative.serve.fixup_sizes import check_heads
 from nemo_automodel.components.speculative.serve.fixup_tensors import FLOATS, Names, add_biases
-from nemo_automodel.components.speculative.serve.ledger import DRAFT, Ledger, as_mapping
+from nemo_automodel.components.speculative.serve.ledger import Ledger, as_mapping
 from nemo_automodel.components.speculative.serve.types import Fixup, TargetFacts
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
 
 LLAMA, QWEN3 = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
+_LENGTHS = ("n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions")
+_LENGTHS += ("max_sequence_length", "max_seq_length", "seq_len")
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id", "dspark_noise_token_id")
 
 
@@ -259,6 +261,8 @@ def clean(ledger: Ledger, names: Names) -> None:
     ledger.drop("n_predict", "cloned from a multi-token-prediction model; vLLM would take only multiples of it for K")
     for key in ("text_config", "vision_config", "audio_config"):
         ledger.drop(key, "cloned from a multimodal target; vLLM would read the draft's sizes there")
+    for key in _LENGTHS:
+        ledger.drop(key, "another name for a length: vLLM takes the smallest, and drafts nothing beyond it")
     if ledger.config.get("is_causal") is False:
         ledger.problem("is_causal is false", remedy="remove it: drafts attend causally")
     _fix_layer_types(ledger)
@@ -282,9 +286,11 @@ def _fix_layer_types(ledger: Ledger) -> None:
             if ledger.config.get(key) not in (None, False):
                 ledger.drop(key, "cloned from the target; no draft layer slides")
     elif not ledger.config.get("sliding_window"):
-        ledger.problem(
-            "layer_types has sliding_attention, but there is no sliding_window", where=DRAFT, remedy="set it"
+        ledger.warn(
+            "layer_types has sliding_attention, but there is no sliding_window: full attention, as vLLM serves it",
+            remedy="if it was trained with a window, write it as sliding_window into config.json",
         )
+        ledger.drop("layer_types", "no window is named, so nothing slides")
     elif len(types) < count:
         found = f"layer_types names {len(types)} of {count} layers, and not all of them may slide"
         ledger.problem(found, remedy="write one entry for each layer, as it was trained")

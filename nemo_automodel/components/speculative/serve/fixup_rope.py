@@ -11,22 +11,26 @@ from nemo_automodel.components.speculative.serve.types import ServeSpec, TargetF
 
 # kinds whose table vLLM sizes by max_position_embeddings, so that raising it changes nothing below the old limit
 _RAISABLE = {None, "llama3", "linear"}
-# kinds that transformers' LlamaConfig and vLLM's get_rope both know, and what they cannot do without
+# kinds that vLLM's get_rope knows, and what they cannot do without
 _KINDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor",),
-    "deepseek_yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
+    "ntk": ("factor",),
+    "proportional": (),
 }
+_SEEN_IN_0_32 = ("ntk", "proportional")  # served there (run); other releases were not read for them
 _ORIGINAL = "original_max_position_embeddings"
 
 
 def fix_positions(ledger: Ledger, target: TargetFacts | None, spec: ServeSpec) -> None:
     """Write `rope_theta` and `rope_parameters` (and `rope_scaling` when scaled), then lift the length if need be."""
     _drop_nulls(ledger)
+    if target is None or not {"vision_config", "audio_config"} & set(target.config):
+        _flatten(ledger)
     if not _is_readable(ledger):
         return
     if _theta(ledger) is None:
@@ -40,6 +44,8 @@ def fix_positions(ledger: Ledger, target: TargetFacts | None, spec: ServeSpec) -
         ledger.set("partial_rotary_factor", partial, "out of rope_parameters: transformers reads it here, too")
     if not rope.scaling:
         ledger.drop("rope_scaling", "rope is not scaled")
+    elif (kind := _kind(rope.scaling)) in _SEEN_IN_0_32:
+        ledger.warn(f"rope type {kind!r} is one that vLLM 0.32 knows; whether other releases do was not looked up")
     _reach(ledger, rope, _target_length(target), spec.max_model_len)
 
 
@@ -50,6 +56,17 @@ def _drop_nulls(ledger: Ledger) -> None:
         if None in rope.values():
             kept = {name: value for name, value in rope.items() if value is not None}
             ledger.set(key, kept, "readers take a null for a value")
+
+
+def _flatten(ledger: Ledger) -> None:
+    """In a text all three positions of multimodal rope are the same, so it turns as plain rope does (run)."""
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = as_mapping(ledger.config.get(key))
+        if "mrope_section" not in rope:
+            continue
+        plain = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
+        plain = {name: "default" if value == "mrope" else value for name, value in plain.items()}
+        ledger.set(key, plain, "multimodal rope, over a target of text alone: the same as plain rope")
 
 
 def _fill_original(ledger: Ledger) -> None:
@@ -86,7 +103,7 @@ def _is_readable(ledger: Ledger) -> bool:
     if any(isinstance(value, dict) for value in both.values()):
         ledger.problem("rope_parameters differ by layer type", remedy="vLLM's draft layers share one rope")
     elif "mrope_section" in both or "mrope_section" in scaling:
-        found = "rope is multimodal (mrope_section), which this tool does not export"
+        found = "rope is multimodal (mrope_section), and so is the target: this tool does not export it"
         ledger.problem(found, remedy="name a draft with plain rope (vLLM refuses this one for P-EAGLE)")
     elif not all(value is None or (type(value) in (int, float) and value > 0) for value in (nested, flat)):
         ledger.problem(f"rope_theta is {nested if flat is None else flat!r}", remedy="set it to a positive number")
@@ -96,7 +113,11 @@ def _is_readable(ledger: Ledger) -> bool:
     elif both and scaling and _kind(both) != _kind(scaling):
         found = f"rope_parameters say {_kind(both)}, rope_scaling says {_kind(scaling)}"
         ledger.problem(found, remedy="keep the one it was trained with")
-    elif (fault := _scaling_fault(both) or _scaling_fault(scaling)) is not None:
+    elif type(part := both.get("partial_rotary_factor", 1.0)) not in (int, float):
+        ledger.problem(f"partial_rotary_factor is {part!r}", remedy="write a number, or remove it")
+    elif (
+        fault := _scaling_fault(both) or _scaling_fault(scaling) or _factors_fault(ledger, both or scaling)
+    ) is not None:
         ledger.problem(fault, remedy="keep what it was trained with")
     else:
         return True
@@ -108,6 +129,8 @@ def _scaling_fault(rope: Mapping[str, Any]) -> str | None:
     kind, older = _kind(rope), _kind({"type": rope.get("type")})
     if rope.get("type") is not None and older != kind:
         return f"rope_type is {kind!r}, but type, its older name, is {older!r}"
+    if kind == "deepseek_yarn":
+        return "deepseek_yarn rope is for latent attention: in these layers vLLM dies of it at the first request"
     if not isinstance(kind, str) or kind not in _KINDS:
         return f"rope type {kind!r} is none of {', '.join(_KINDS)}"
     if kind == "dynamic" and rope.get("alpha") is not None:
@@ -117,6 +140,19 @@ def _scaling_fault(rope: Mapping[str, Any]) -> str | None:
         key for key in _KINDS[kind] if not (isinstance(rope.get(key), list) if key in lists else _above_0(rope, key))
     ]
     return f"{kind} rope has no usable {', '.join(bad)}" if bad else None
+
+
+def _factors_fault(ledger: Ledger, rope: Mapping[str, Any]) -> str | None:
+    """longrope has one factor for each pair of a head that turns; vLLM's tables do not fit another number (run)."""
+    head, part = (
+        ledger.config.get("head_dim"),
+        rope.get("partial_rotary_factor", ledger.config.get("partial_rotary_factor")),
+    )
+    if _kind(rope) != "longrope" or type(head) is not int:
+        return None
+    pairs = int(head * (part or 1.0)) // 2
+    wrong = [key for key in ("short_factor", "long_factor") if len(rope[key]) != pairs]
+    return f"longrope's {wrong[0]} has {len(rope[wrong[0]])} numbers for {pairs} pairs" if wrong else None
 
 
 def _above_0(rope: Mapping[str, Any], key: str) -> bool:

@@ -13,6 +13,9 @@ _WHY = "absent: told by the shapes of the tensors"
 _LLAMA_EPS = 1e-6  # LlamaConfig's and Qwen3Config's own default, which vLLM would take
 
 
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_SIZES += ("vocab_size", "draft_vocab_size", "max_position_embeddings")
+_MLP = ("gate", "up", "down")
 _MAPPINGS = ("rope_parameters", "rope_scaling", "eagle_config", "dflash_config")
 _FLAGS = ("tie_word_embeddings", "norm_output", "norm_before_residual", "fc_norm", "norm_before_fc", "mlp_bias")
 _FLAGS += ("attention_bias", "bias", "is_causal", "use_sliding_window")
@@ -52,6 +55,7 @@ def check_types(ledger: Ledger) -> None:
     wanted |= dict.fromkeys(("layer_types", "eagle_aux_hidden_state_layer_ids"), ("a list", (list,)))
     wanted["hidden_act"] = ("a string", (str,))
     wanted |= {"target_hidden_size": ("a positive whole number", (int,))}
+    wanted |= dict.fromkeys(("logit_scale", "partial_rotary_factor"), ("a number", (int, float)))
     for key, (name, kinds) in wanted.items():
         value = ledger.config.get(key)
         fits = type(value) in kinds and (type(value) is not int or value > 0)
@@ -62,15 +66,19 @@ def check_types(ledger: Ledger) -> None:
 
 def fix_sizes(ledger: Ledger, names: Names, target: TargetFacts | None) -> None:
     """Write the layer count and every size that is absent; one that contradicts its tensors is judged later."""
+    for key in _SIZES:
+        if type(ledger.config.get(key)) is int and ledger.config[key] <= 0:
+            ledger.drop(key, "no size: the shapes of the tensors tell it")
     count = names.layer_count()
     if count == 0:
         ledger.problem("the weights hold no decoder layer", where="tensors", remedy="name an EAGLE-3 or P-EAGLE draft")
     else:
         ledger.set("num_hidden_layers", count, "the weights hold that many; vLLM leaves surplus layers uninitialised")
     _fill(ledger, "hidden_size", _side(names, "norm.weight", 0))
-    _fill(ledger, "intermediate_size", _side(names, "layers.0.mlp.gate_proj.weight", 0))
+    _fix_inner(ledger, names, count)
     _fill(ledger, "vocab_size", _side(names, "embed_tokens.weight", 0) or (target.vocab_size if target else None))
     _fix_heads(ledger, names)
+    _fix_draft_vocab(ledger, names)
     _fix_target_hidden(ledger, names, target)
     eps = ledger.config.get("rms_norm_eps")
     if eps is None:
@@ -78,6 +86,22 @@ def fix_sizes(ledger: Ledger, names: Names, target: TargetFacts | None) -> None:
         ledger.set("rms_norm_eps", _LLAMA_EPS, "absent: vLLM's own default, written out")
     elif type(eps) not in (int, float) or not 0 < eps < 1:
         ledger.problem(f"rms_norm_eps is {eps!r}", remedy="set it to the draft's own")
+
+
+def _fix_inner(ledger: Ledger, names: Names, layers: int) -> None:
+    """gate, up and down of all layers tell it without doubt; vLLM would cut them to a smaller one without a word."""
+    sides = {_side(names, f"layers.{i}.mlp.{x}_proj.weight", x == "down") for i in range(layers) for x in _MLP}
+    told = sides.pop() if len(sides) == 1 else None
+    _fill(ledger, "intermediate_size", told or _side(names, "layers.0.mlp.gate_proj.weight", 0))
+    if told and (ledger.number("intermediate_size") or told) != told:
+        ledger.set("intermediate_size", told, "gate, up and down of every layer have that many")
+
+
+def _fix_draft_vocab(ledger: Ledger, names: Names) -> None:
+    """lm_head and d2t that agree tell it without doubt."""
+    said, head = ledger.config.get("draft_vocab_size"), _side(names, "lm_head.weight", 0)
+    if type(said) is int and said > 0 and head and said != head and names.shape("d2t") == (head,):
+        ledger.set("draft_vocab_size", head, "lm_head and d2t have that many rows")
 
 
 def _fix_heads(ledger: Ledger, names: Names) -> None:

@@ -53,6 +53,7 @@ def check_family(ledger: Ledger, target: TargetFacts, release: VllmRelease) -> N
 
     Support has only grown, so a class without it in 0.32 has none before; in a newer release it may.
     """
+    _check_layer_kinds(ledger, target)
     allowed = release.target_allow_list
     if allowed is not None:
         if not any(part in target.model_type for part in allowed):
@@ -70,6 +71,20 @@ def check_family(ledger: Ledger, target: TargetFacts, release: VllmRelease) -> N
         ledger.warn(f"{found} in 0.32; whether it does in {release.version} is not known", where="serve.target")
     elif name in WITHOUT_EAGLE3:
         ledger.problem(found, where="serve.target", remedy="serve this target without a draft, or try a newer vLLM")
+
+
+def _check_layer_kinds(ledger: Ledger, target: TargetFacts) -> None:
+    """vLLM's Qwen2 and Qwen3 refuse layers of two kinds, unless max_window_layers is the layer count (0.32, run)."""
+    if _class_name(target) not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        return
+    full, count = target.config.get("max_window_layers", 28), target.num_hidden_layers
+    types = target.config.get("layer_types")
+    slides = bool(target.config.get("use_sliding_window") and target.config.get("sliding_window"))
+    derived = slides and type(full) is int and 0 < full < count
+    mixed = len(set(map(str, types))) > 1 if isinstance(types, list) else derived
+    if mixed and full != count:
+        found = f"the target mixes full and sliding layers with max_window_layers={full} of {count}: vLLM refuses it"
+        ledger.problem(found, where="serve.target", remedy="vLLM cannot serve this target, with or without a draft")
 
 
 def _check_gained(

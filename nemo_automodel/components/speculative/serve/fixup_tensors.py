@@ -10,12 +10,14 @@ import re
 from dataclasses import dataclass, field
 
 from nemo_automodel.components.speculative.serve.ledger import Ledger
-from nemo_automodel.components.speculative.serve.shards import read_bytes
+from nemo_automodel.components.speculative.serve.shards import read_bytes, same_bytes
 from nemo_automodel.components.speculative.serve.types import Fixup, Resolved, ShardTensor
 from nemo_automodel.components.speculative.serve.vllm_release import VllmRelease
 
 FLOATS = ("F32", "F16", "BF16", "F64")
 _UNUSED = re.compile(r"(^|\.)(rotary_emb\.((original_)?inv_freq|cos_cached|sin_cached)|rotary_pos_emb\.inv_freq)$")
+# masks and counters that a model class or a trainer saved; without an effect on what a draft computes
+_BUFFERS = re.compile(r"(^|\.)(position_ids|masked_bias|causal_mask|num_batches_tracked|global_step)$")
 _WRAPPERS = ("model", "module", "_orig_mod", "draft_model")  # our layout, DDP's, torch.compile's, a trainer's whole
 _VERIFIER = re.compile(r"^verifier_(lm_head|norm)\.")  # speculators' frozen copies of the target's, for training
 _LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
@@ -79,21 +81,23 @@ def exported_name(source: str) -> str:
 
 
 def plan_names(resolved: Resolved, ledger: Ledger) -> Names:
-    """Rename every tensor; two sources that would meet in one name are a problem."""
+    """Rename every tensor; two different ones that would meet in one name are a problem."""
     names = Names()
     renamed = 0
     for tensor in resolved.tensors:
         name = exported_name(tensor.name)
         if name in names.kept:
-            other = names.kept[name].name
-            ledger.problem(
-                f"{other} and {tensor.name} would both become {name}", where="tensors", remedy="keep one of the two"
-            )
+            _meet(names.kept[name], tensor, name, names, ledger)
             continue
         names.kept[name] = tensor
         renamed += name != tensor.name
     for name in [name for name in names.kept if _UNUSED.search(name)]:
         names.leave_out(name, ledger, "computed, not trained; vLLM computes its own")
+    for name in [name for name in names.kept if _BUFFERS.search(name) or _is_mask(name, names.kept[name])]:
+        names.leave_out(name, ledger, "a buffer, which no weight of the draft depends on")
+    if names.has("embed_tokens.bias"):
+        ledger.warn("embeddings have no bias, and vLLM ignores one: it is left out", where="tensors")
+        names.leave_out("embed_tokens.bias", ledger, "vLLM ignores it")
     for name in [name for name in names.kept if "t2d" in name and name != "t2d"]:
         names.leave_out(name, ledger, "vLLM skips every name with t2d in it")
     for name in [name for name in names.kept if _VERIFIER.search(name)]:
@@ -103,6 +107,22 @@ def plan_names(resolved: Resolved, ledger: Ledger) -> Names:
         why = f"vLLM's loader puts `model.` before every name itself ({renamed} tensors)"
         ledger.changes.append(Fixup("tensor names", first, exported_name(first), why))
     return names
+
+
+def _is_mask(name: str, tensor: ShardTensor) -> bool:
+    """GPT-2's `attn.bias` is no bias, but the triangle of ones."""
+    return name.endswith("attn.bias") and tensor.info.dtype in ("BOOL", "U8")
+
+
+def _meet(first: ShardTensor, second: ShardTensor, name: str, names: Names, ledger: Ledger) -> None:
+    """One weight that was saved under two names is kept once; two weights for one name are a problem."""
+    if (first.info.dtype, first.info.shape) == (second.info.dtype, second.info.shape) and same_bytes(first, second):
+        names.left_out.append(second.name)
+        why = f"byte for byte {first.name}, under another name"
+        ledger.changes.append(Fixup(f"tensor {second.name}", second.name, None, why))
+        return
+    found = f"{first.name} and {second.name} would both become {name}, and they differ"
+    ledger.problem(found, where="tensors", remedy="keep one of the two")
 
 
 def add_biases(ledger: Ledger, names: Names) -> None:
@@ -162,7 +182,8 @@ def fix_mask_hidden(ledger: Ledger, names: Names, parallel: bool, release: VllmR
 
 def check_weights(ledger: Ledger, names: Names) -> None:
     """Every weight the layout needs is there in its shape; no weight vLLM does not know; plain floats only."""
-    quantised = sorted(t.name for n, t in names.kept.items() if t.info.dtype not in FLOATS and n not in ("d2t", "t2d"))
+    plain = (*FLOATS, *_bare_fp8(ledger, names))
+    quantised = sorted(t.name for n, t in names.kept.items() if t.info.dtype not in plain and n not in ("d2t", "t2d"))
     if quantised:
         found = f"{len(quantised)} tensors are not plain floats ({quantised[0]})"
         ledger.problem(found, where="tensors", remedy="serve an unquantised draft")
@@ -177,6 +198,8 @@ def check_weights(ledger: Ledger, names: Names) -> None:
     for name, shape in expected.items():
         if name in names.kept and names.shape(name) != shape:
             found = f"{names.kept[name].name} is {list(names.shape(name))}, the config says {list(shape)}"
+            if _would_be_cut(name, names.shape(name), shape):
+                found += " (vLLM would take its first rows without a word, whatever the others are for)"
             ledger.problem(found, where="tensors", remedy="make config.json and weights agree (sizes, heads, head_dim)")
     optional = {"mask_hidden", "d2t", "t2d", "embed_tokens.weight", "lm_head.weight"}
     spare = {f"layers.{i}.hidden_norm.weight" for i in range(1, names.layer_count())}
@@ -188,6 +211,24 @@ def check_weights(ledger: Ledger, names: Names) -> None:
         shown = ", ".join(unknown[:6]) + (", ..." if len(unknown) > 6 else "")
         found = f"{len(unknown)} tensors that vLLM's EAGLE-3 model does not know: {shown}"
         ledger.problem(found, where="tensors", remedy="name a draft of the Llama or Qwen3 EAGLE-3 layout")
+
+
+def _would_be_cut(name: str, shape: tuple[int, ...] | None, wanted: tuple[int, ...]) -> bool:
+    part = name.endswith(tuple(f"{x}_proj.weight" for x in ("q", "k", "v", "gate", "up")))
+    return part and shape is not None and len(shape) == 2 and shape[0] > wanted[0] and shape[1] == wanted[1]
+
+
+def _bare_fp8(ledger: Ledger, names: Names) -> tuple[str, ...]:
+    """Weights that were cast to 8 bits with no scale anywhere: vLLM casts them back, and they are what they say."""
+    kind = "F8_E4M3"
+    told = any(ledger.config.get(key) for key in ("quantization_config", "compression_config"))
+    scaled = told or names.any_like(r"_scale(_inv)?$")
+    if scaled or not any(tensor.info.dtype == kind for tensor in names.kept.values()):
+        return ()
+    ledger.warn(
+        "there are weights of 8 bits (float8) and no scales: vLLM takes their values as they are", where="tensors"
+    )
+    return (kind,)
 
 
 def _idle_bias(ledger: Ledger, names: Names, source: str) -> bool:

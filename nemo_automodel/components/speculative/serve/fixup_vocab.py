@@ -103,6 +103,11 @@ def _check_map(ledger: Ledger, names: Names, draft: int, size: int) -> None:
         return
     ids = [i + offset for i, offset in enumerate(offsets)]
     marked = _marked(ledger, names, size)
+    if marked is not None and len(marked) != draft:
+        found = f"t2d marks {len(marked)} ids, d2t has {draft}: it is left out, and cannot confirm d2t"
+        ledger.warn(found, where="tensor t2d")
+        names.leave_out("t2d", ledger, "vLLM never reads it")
+        marked = None
     if _valid(ids, size) and (marked is None or marked == sorted(ids)):
         if marked is None and not any(offsets):
             ledger.warn(f"d2t is all zeros and there is no t2d: draft ids are taken for the first {draft} target ids")

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values that mean one thing and are written as another kind: "128" or 128.0 for 128, 1 or "true" for true.
 
-Configs that went through YAML, a spreadsheet or a shell have them. transformers' config classes refuse most of them,
-with a traceback (run with 5.19: `hidden_size` as a string or a float, `tie_word_embeddings` as 0).
+Configs that went through YAML, a spreadsheet or a shell have them. transformers 5.19 refuses a size, `rms_norm_eps` or
+a flag of its own (`tie_word_embeddings`, `attention_bias`, `mlp_bias`) of another kind, with a traceback; it hands on
+what it does not know itself, such as `fc_norm: "false"`, `rope_theta: "10000"` or `draft_vocab_size: 0`, as it stands.
+vLLM 0.32 refuses a rope factor that is text, or 0, and ends in a TypeError over `rope_theta` as text; a flag that is
+"false" counts as true there (all run).
 """
 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Callable
 
 from nemo_automodel.components.speculative.serve.ledger import Ledger
@@ -20,6 +24,8 @@ _REAL = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "factor", "low_f
 _REAL += ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "logit_scale")
 _FLAGS = ("tie_word_embeddings", "norm_output", "norm_before_residual", "fc_norm", "norm_before_fc", "mlp_bias")
 _FLAGS += ("attention_bias", "use_sliding_window", "parallel_drafting")
+_LISTS = ("eagle_aux_hidden_state_layer_ids", "target_layer_ids")
+_LIST = re.compile(r"[\[(]?\s*(\d{1,9}(?:\s*,\s*\d{1,9})+)\s*[\])]?", re.ASCII)  # "2,18,33" or "[2, 18, 33]"
 _NONE_OF_ITS_OWN = ("draft_vocab_size", "target_hidden_size")  # where 0 stands for "as the target's"
 _NESTED = ("rope_scaling", "rope_parameters", "eagle_config", "dflash_config")
 _WHY = "the same, in the one kind that every reader takes"
@@ -51,7 +57,7 @@ def _nested(ledger: Ledger, outer: str, values: dict[str, Any]) -> dict[str, Any
 def _meant(key: str, value: Any) -> Any:
     """`value` itself when there is nothing to mend."""
     kinds: dict[str, Callable[[Any], Any]] = dict.fromkeys(_WHOLE, _whole) | dict.fromkeys(_REAL, _real)
-    kinds |= dict.fromkeys(_FLAGS, _flag) | {"hidden_act": _silu}
+    kinds |= dict.fromkeys(_FLAGS, _flag) | dict.fromkeys(_LISTS, _list) | {"hidden_act": _silu}
     return kinds[key](value) if key in kinds else value
 
 
@@ -75,6 +81,11 @@ def _flag(value: Any) -> Any:
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         return value.strip().lower() == "true"
     return bool(value) if type(value) in (int, float) and value in (0, 1) else value
+
+
+def _list(value: Any) -> Any:
+    found = _LIST.fullmatch(value.strip()) if isinstance(value, str) else None
+    return [int(part) for part in found[1].split(",")] if found else value
 
 
 def _silu(value: Any) -> Any:

@@ -16,6 +16,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _PART = re.compile(r"^(.+)-(\d+)-of-(\d+)\.safetensors$")
 _STATE = re.compile(r"^(training_args|optimizer|scheduler|scaler|rng_state|random_states|sampler).*\.\w+$|^\.")
+CHUNK_BYTES = 1 << 22
 DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -138,6 +139,23 @@ def read_bytes(tensor: ShardTensor) -> bytes:
     with tensor.shard.open("rb") as file:
         file.seek(start)
         return file.read(tensor.info.end - tensor.info.begin)
+
+
+def same_bytes(one: ShardTensor, other: ShardTensor) -> bool:
+    """Whether two tensors, of files of any size, hold the same bytes; read in pieces, up to the first difference."""
+    left = one.info.end - one.info.begin
+    if left != other.info.end - other.info.begin:
+        return False
+    with one.shard.open("rb") as first, other.shard.open("rb") as second:
+        first.seek(read_safetensors_header(one.shard).data_start + one.info.begin)
+        second.seek(read_safetensors_header(other.shard).data_start + other.info.begin)
+        while left:
+            size = min(CHUNK_BYTES, left)
+            block = first.read(size)
+            if len(block) != size or block != second.read(size):
+                return False
+            left -= size
+    return True
 
 
 def _bad(found: str, remedy: str) -> ResolveError:

@@ -9,11 +9,10 @@ copies both tables to the CPU, after the draft's was loaded to the GPU. Left out
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Iterator
 
 from nemo_automodel.components.speculative.serve.ledger import as_mapping
-from nemo_automodel.components.speculative.serve.shards import read_tensors, weight_files
+from nemo_automodel.components.speculative.serve.shards import read_tensors, same_bytes, weight_files
 from nemo_automodel.components.speculative.serve.types import (
     Engine,
     Fixup,
@@ -25,9 +24,7 @@ from nemo_automodel.components.speculative.serve.types import (
     TargetFacts,
 )
 from nemo_automodel.errors import ResolveError
-from nemo_automodel.files import read_safetensors_header
 
-CHUNK_BYTES = 1 << 22
 EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
 _WRAPPERS = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
 _KEPT = "serve.export_shared=omit, but nothing is left out"
@@ -90,32 +87,12 @@ def _is_shared(
         found = next((theirs[wrap + EMBED] for wrap in _WRAPPERS if wrap + EMBED in theirs), None)
     if found is None or found.info.dtype != ours.info.dtype or name in fixups.rows:
         return False
-    return found.info.shape == ours.info.shape and _same_bytes(ours, found)
+    return found.info.shape == ours.info.shape and same_bytes(ours, found)
 
 
 def _tied(target: TargetFacts) -> bool:
     text = as_mapping(target.config.get("text_config"))
     return bool(target.config.get("tie_word_embeddings", text.get("tie_word_embeddings")))
-
-
-def _same_bytes(one: ShardTensor, other: ShardTensor) -> bool:
-    left = one.info.end - one.info.begin
-    if left != other.info.end - other.info.begin:
-        return False
-    with one.shard.open("rb") as first, other.shard.open("rb") as second:
-        first.seek(_start(one.shard) + one.info.begin)
-        second.seek(_start(other.shard) + other.info.begin)
-        while left:
-            size = min(CHUNK_BYTES, left)
-            block = first.read(size)
-            if len(block) != size or block != second.read(size):
-                return False
-            left -= size
-    return True
-
-
-def _start(shard: Path) -> int:
-    return read_safetensors_header(shard).data_start
 
 
 def _without(fixups: Fixups, omitted: list[str]) -> Fixups:
