@@ -271,6 +271,7 @@ CASES: list[tuple[str, Any, Any, dict[str, Any], int, str, str]] = [
     ("padded batch off", served(), bare(), {"extra": {"disable_padded_drafter_batch": True}}, 1, "error", "padded"),
     ("mrope", served(rope_scaling=MROPE), bare(), {}, 0, "note", "the same as plain rope"),
     ("mrope, older name", served(rope_scaling=MROPE | {"rope_type": "mrope"}), bare(), {}, 0, "note", "as plain rope"),
+    ("mrope, images, EAGLE-3", eagle3(rope_scaling=MROPE), SEQUENTIAL, {"target": IMAGES}, 0, "warning", "multimodal"),
     ("mrope, images", served(rope_scaling=MROPE), bare(), {"target": IMAGES}, 1, "error", "mrope_section"),
     # configs with little in them, and sizes told by the tensors
     ("tiny config", TINY, SEQUENTIAL, {}, 0, "note", "intermediate_size: (absent) -> 24"),

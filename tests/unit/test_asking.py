@@ -46,9 +46,7 @@ def test_a_lookup_that_seldom_finds_anything_is_not_waited_for(tmp_path: Path) -
     """It counts no draft for most steps; waiting for those cost five seconds a prompt."""
     with launch(tmp_path, "never_drafts", speculative=False) as (client, _):
         start = time.monotonic()
-        run = run_level(
-            client, (_prompt("a"),) * 3, ASKING, concurrency=1, counting=True, drafts_every_step=False
-        )
+        run = run_level(client, (_prompt("a"),) * 3, ASKING, concurrency=1, counting=True, drafts_every_step=False)
         assert time.monotonic() - start < SETTLE_S
     assert run.counters.num_drafts == 0 and [c.counters for c in run.conversations] == [None] * 3
 

@@ -88,7 +88,7 @@ def examine(
     fix_padding(ledger, names, target)
     config.fix_architecture(ledger, names, release)
     config.fix_features(ledger, names, release)
-    rope.fix_positions(ledger, target, spec)
+    rope.fix_positions(ledger, target, spec, parallel=parallel)
     config.fix_mask_token(ledger, parallel)
     config.fix_aux_layers(ledger, target, release)
     vocab.untie(ledger, names)

@@ -22,15 +22,19 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "ntk": ("factor",),
     "proportional": (),
 }
+_MULTIMODAL = ("mrope_section", "mrope_interleaved")
 _SEEN_IN_0_32 = ("ntk", "proportional")  # served there (run); other releases were not read for them
 _ORIGINAL = "original_max_position_embeddings"
 
 
-def fix_positions(ledger: Ledger, target: TargetFacts | None, spec: ServeSpec) -> None:
+def fix_positions(ledger: Ledger, target: TargetFacts | None, spec: ServeSpec, *, parallel: bool) -> None:
     """Write `rope_theta` and `rope_parameters` (and `rope_scaling` when scaled), then lift the length if need be."""
     _drop_nulls(ledger)
+    sections: dict[str, Any] = {}
     if target is None or not {"vision_config", "audio_config"} & set(target.config):
         _flatten(ledger)
+    elif not parallel:
+        sections = _set_apart(ledger)
     if not _is_readable(ledger):
         return
     if _theta(ledger) is None:
@@ -42,7 +46,9 @@ def fix_positions(ledger: Ledger, target: TargetFacts | None, spec: ServeSpec) -
         ledger.set(key, value, "both spellings of rope, equal values: readers differ in which they read")
     if partial is not None and not rope.scaling:
         ledger.set("partial_rotary_factor", partial, "out of rope_parameters: transformers reads it here, too")
-    if not rope.scaling:
+    if sections:
+        _put_back(ledger, sections)
+    elif not rope.scaling:
         ledger.drop("rope_scaling", "rope is not scaled")
     elif (kind := _kind(rope.scaling)) in _SEEN_IN_0_32:
         ledger.warn(f"rope type {kind!r} is one that vLLM 0.32 knows; whether other releases do was not looked up")
@@ -58,13 +64,32 @@ def _drop_nulls(ledger: Ledger) -> None:
             ledger.set(key, kept, "readers take a null for a value")
 
 
+def _set_apart(ledger: Ledger) -> dict[str, Any]:
+    """Multimodal rope's own keys, taken out of the config so that the rest is judged as any other rope."""
+    sections: dict[str, Any] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = as_mapping(ledger.config.get(key))
+        if "mrope_section" in rope:
+            sections |= {name: rope[name] for name in _MULTIMODAL if name in rope}
+            kept = {name: value for name, value in rope.items() if name not in _MULTIMODAL}
+            ledger.config[key] = {name: "default" if value == "mrope" else value for name, value in kept.items()}
+    return sections
+
+
+def _put_back(ledger: Ledger, sections: dict[str, Any]) -> None:
+    """vLLM 0.32 has three positions a token for drafts of this rope (`llm_base_proposer.py`, `uses_mrope`)."""
+    for key in ("rope_parameters", "rope_scaling"):
+        ledger.config[key] = {**as_mapping(ledger.config.get(key, {"rope_type": "default"})), **sections}
+    ledger.warn("rope is multimodal (mrope_section): read in vLLM 0.32's sources, which draft with it, not run here")
+
+
 def _flatten(ledger: Ledger) -> None:
     """In a text all three positions of multimodal rope are the same, so it turns as plain rope does (run)."""
     for key in ("rope_parameters", "rope_scaling"):
         rope = as_mapping(ledger.config.get(key))
         if "mrope_section" not in rope:
             continue
-        plain = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
+        plain = {name: value for name, value in rope.items() if name not in _MULTIMODAL}
         plain = {name: "default" if value == "mrope" else value for name, value in plain.items()}
         ledger.set(key, plain, "multimodal rope, over a target of text alone: the same as plain rope")
 
@@ -103,8 +128,8 @@ def _is_readable(ledger: Ledger) -> bool:
     if any(isinstance(value, dict) for value in both.values()):
         ledger.problem("rope_parameters differ by layer type", remedy="vLLM's draft layers share one rope")
     elif "mrope_section" in both or "mrope_section" in scaling:
-        found = "rope is multimodal (mrope_section), and so is the target: this tool does not export it"
-        ledger.problem(found, remedy="name a draft with plain rope (vLLM refuses this one for P-EAGLE)")
+        found = "rope is multimodal (mrope_section), and so is the target: vLLM refuses that for P-EAGLE"
+        ledger.problem(found, remedy="name an EAGLE-3 draft, or one with plain rope")
     elif not all(value is None or (type(value) in (int, float) and value > 0) for value in (nested, flat)):
         ledger.problem(f"rope_theta is {nested if flat is None else flat!r}", remedy="set it to a positive number")
     elif nested is not None and flat is not None and nested != flat:
