@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import fields, is_dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Callable
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from nemo_automodel.components.speculative.serve import options
 from nemo_automodel.components.speculative.serve.types import BenchmarkSpec, RuntimeSpec, ServeSpec
 from nemo_automodel.config.schema import AppConfig, DraftKind, ServeMode
 from nemo_automodel.errors import ConfigError
@@ -130,15 +132,7 @@ _RULES: list[tuple[str, Callable[[AppConfig], Any], Callable[[Any], bool], str]]
     ("draft.down_sample_ratio_min", lambda a: a.draft.down_sample_ratio_min, lambda v: 0 < v <= 1, "in (0, 1]"),
     ("draft.draft_vocab_size", lambda a: a.draft.draft_vocab_size, lambda v: v is None or v >= 1, "1 or more, or null"),
     ("serve.port", lambda a: a.serve.port, lambda v: 0 <= v <= 65535, "0 (pick a free one) to 65535"),
-    ("serve.tensor_parallel_size", lambda a: a.serve.tensor_parallel_size, lambda v: v >= 1, "1 or more"),
-    ("serve.gpu_memory_utilization", lambda a: a.serve.gpu_memory_utilization, lambda v: 0 < v <= 1, "in (0, 1]"),
-    ("serve.max_model_len", lambda a: a.serve.max_model_len, lambda v: v is None or v >= 1, "1 or more, or null"),
-    (
-        "serve.num_speculative_tokens",
-        lambda a: a.serve.num_speculative_tokens,
-        lambda v: v is None or v >= 0,
-        "0 (no speculation) or more, or null",
-    ),
+    *((f"serve.{key}", attrgetter(f"serve.{key}"), fine, wanted) for key, fine, wanted in options.RULES),
     ("serve.benchmark.num_prompts", lambda a: a.serve.benchmark.num_prompts, lambda v: v >= 1, "1 or more"),
     ("serve.benchmark.max_new_tokens", lambda a: a.serve.benchmark.max_new_tokens, lambda v: v >= 1, "1 or more"),
     (
@@ -187,8 +181,7 @@ def _check_values(app: AppConfig) -> None:
         )
     for key, read, fine, wanted in _RULES:
         value = read(app)
-        if not fine(value):
-            raise ConfigError(f"{value} is out of range", where=key, remedy=f"give {wanted}")
+        options.refuse(key, value, fine, wanted)
     if app.draft.norm_output and app.draft.kind is DraftKind.peagle:
         raise ConfigError(
             "a P-EAGLE draft feeds nothing back", where="draft.norm_output", remedy="leave it at false, or draft=eagle3"
@@ -207,8 +200,8 @@ def with_absolute_paths(app: AppConfig, base_dir: Path) -> AppConfig:
     """
 
     def absolute(value: str | None) -> str | None:
-        if value is None:
-            return None
+        if value is None or not value.strip():  # empty: its reader says so; joined, it would be the folder itself
+            return value
         place = base_dir / expand_user(value)
         return str(place) if place.exists() else value
 

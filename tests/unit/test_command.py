@@ -271,6 +271,12 @@ def test_a_secret_inside_a_nested_flag_is_refused_too() -> None:
     assert "sk-very-secret" not in str(caught.value)
 
 
+def test_a_list_is_several_words_where_vllm_takes_several() -> None:
+    argv = build(extra_args={"lora_modules": ["a=b", "c=d"], "allowed_origins": ["x"]}).argv
+    at = argv.index("--lora-modules")
+    assert argv[at + 1 : at + 3] == ("a=b", "c=d") and '["x"]' in argv
+
+
 @pytest.mark.parametrize("flag", ["disable_log_stats", "disable-log-stats"])
 def test_a_server_without_counters_is_refused(flag: str) -> None:
     with pytest.raises(ConfigError, match="counters .*serve.extra_args"):

@@ -91,10 +91,33 @@ MISTAKES = {
     "--vllm-version banana": ("[--vllm-version]", "give one like"),
     "--vllm-version 0.15": ("[--vllm-version]", "0.16"),
     "--engine sglang": ("[--engine sglang]", "--engine vllm"),
-    "--export-dir run/checkpoints/epoch_0_step_5/model/config.json": ("[--export-dir]", ""),
+    "--export-dir run/checkpoints/epoch_0_step_5/model/config.json": ("[--export-dir]", "--export-dir FOLDER that can"),
     "-- --port 1": ("[-- --port]", "give --port before the --"),
     "-- --tensor-parallel-size 2": ("[-- --tensor-parallel-size]", "give --tp-size before the --"),
     "-- --disable-log-stats": ("[-- --disable-log-stats]", "leave it out"),
+    "--num-speculative-tokens -2": ("[--num-speculative-tokens]", "give 0 (no speculation) or more"),
+    "--gpu-memory-utilization nan": ("[--gpu-memory-utilization]", "give in (0, 1]"),
+    "--gpu-memory-utilization 1.5": ("[--gpu-memory-utilization]", "give in (0, 1]"),
+    "--host 127.0.0.1:80": ("[--host]", "--host 127.0.0.1 and --port 80"),
+    "--target run": ("[--target]", "no config.json"),
+    "--target target/config.json": ("[--target]", "is a file"),
+    "--target run/checkpoints/epoch_0_step_5/model": ("[--target]", "is a draft"),
+    "--draft LATEST": ("[--draft]", "a word of the recipe's"),
+    "--export-dir /": ("[--export-dir]", "the root of the file system"),
+    "--export-dir target": ("[--export-dir]", "the target's own folder"),
+    "--export-dir run/checkpoints/epoch_0_step_5/model": ("[--export-dir]", "the draft's weights"),
+    "-- --served-model-name": ("[after --]", "has no value"),
+    "-- --served-model-name=": ("[-- --served-model-name]", "it is empty"),
+    "-- --max-num-seqs": ("[-- --max-num-seqs]", "has no value"),
+    "-- --max-num-seqs abc": ("[-- --max-num-seqs]", "give a whole number"),
+    "-- --config f.yaml": ("[-- --config]", "give the flags of that file themselves"),
+    "-- --headless": ("[-- --headless]", "starts no API server"),
+    "-- --runner pooling": ("[-- --runner]", "writes no text"),
+    "-- --load-format dummy": ("[-- --load-format]", "random weights"),
+    "-- --data-parallel-rank 1": ("[-- --data-parallel-rank]", "wait for each other"),
+    "-- -tp 2": ("[after --]", "give --tp-size before the --"),
+    "-- -O3": ("[after --]", "write --optimization-level"),
+    "-- ---x": ("[after --]", "write --flag VALUE"),
     "-- 8": ("[after --]", "belongs to no flag"),
     "--no-such-flag": ("[command line]", "after a --"),
     "--port abc": ("[command line]", "--help"),
@@ -128,11 +151,30 @@ def test_an_unset_variable_is_no_target_for_the_doctor(here: Path, capsys) -> No
     assert "--target: it is empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["runtimes", "diagnose", "publish"])
-def test_a_mistyped_flag_is_no_missing_vllm(command: str, capsys) -> None:
+@pytest.mark.parametrize("words", ["runtimes x", "diagnose", "publish", "publish --no-such-flag", "nonsense"])
+def test_a_mistyped_command_is_no_missing_vllm(words: str, capsys) -> None:
     """argparse's own exit code is 2, which stands for a vLLM that is not there."""
-    assert main([command, "--no-such-flag"]) == 1
-    assert "error: " in capsys.readouterr().err
+    assert main(words.split()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and (words != "nonsense" or "one of doctor, convert" in line)
+
+
+@pytest.mark.parametrize("command", ["doctor", "--export-only"])
+def test_an_infinite_number_is_the_same_finding_for_the_doctor_and_the_export(here: Path, command: str, capsys) -> None:
+    config = here / "run" / "checkpoints" / "epoch_0_step_5" / "model" / "config.json"
+    config.write_text(config.read_text().replace("{", '{"odd": [1, Infinity],', 1))
+    assert main([command, "--draft", str(here / "run"), "--target", str(here / "target")]) == 1
+    shown = capsys.readouterr()
+    assert "odd.1 in config.json" in shown.out + shown.err
+
+
+def test_an_early_interrupt_is_one_line(here: Path) -> None:
+    """The first import that is slow asks for the signal itself."""
+    words = ["--target", "target", "--draft", "run", "--export-only"]
+    (here / "rich").mkdir()
+    (here / "rich" / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = run(here, *words, PYTHONPATH=f"{here}:{REPO}")
+    assert done.returncode == 130 and done.stderr == "interrupted\n"
 
 
 def test_warnings_are_in_the_words_of_this_command_line_too(here: Path, capsys, monkeypatch) -> None:
@@ -193,7 +235,9 @@ def test_a_secret_is_refused_by_name_and_shown_nowhere(here: Path, given: list[s
     assert main(["--target", "target", "--draft", "run", "--print-only", *given]) == 1
     shown = capsys.readouterr()
     assert SECRET not in shown.out + shown.err and files(here) == before
-    assert "in the shell" in shown.err and ("export VLLM_API_KEY" in shown.err or "api" not in str(given).lower())
+    key = "api" in str(given).lower()
+    assert ("export VLLM_API_KEY in the shell" if key else "take it out") in shown.err
+    assert key or f"[{given[1]}]" in shown.err, "the flag is named"
 
 
 def test_a_served_name_after_the_dashes_is_taken() -> None:
@@ -249,6 +293,10 @@ def test_flags_become_the_spec() -> None:
     )
     assert (spec.gpu_memory_utilization, spec.trust_remote_code, spec.host, spec.method) == (0.5, True, "h", "eagle3")
     assert spec.extra_args == {"enforce-eager": True, "seed": "-3", "hf-overrides": '{"a": 1}'}
+
+
+def test_several_values_are_several_words() -> None:
+    assert parse_extra(["--lora-modules", "a=b", "c=d", "--seed", "1"]) == {"lora-modules": ["a=b", "c=d"], "seed": "1"}
 
 
 def test_a_flag_twice_is_refused() -> None:

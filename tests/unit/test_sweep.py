@@ -63,7 +63,7 @@ def test_a_release_keeps_its_zero() -> None:
         ("train.max_stepz=20", "did you mean train.max_steps?"),
         ("serve.benchmark.num_promts=3", "did you mean serve.benchmark.num_prompts?"),
         ("zzz=1", "keys there: target, data, draft, train, serve"),
-        ("serve.checkpoint=/odd/k=v", "'serve.checkpoint='\"'\"'/odd/k=v'\"'\"''"),
+        ("serve.checkpoint=/odd/k=v", "'serve.checkpoint=\"/odd/k=v\"'"),
         ("serve.checkpoint=/odd/a[1]", "quote it"),
     ],
 )

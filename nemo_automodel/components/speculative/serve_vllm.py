@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402 - Ctrl-C is answered before the imports, which take most of a second
 """Serve a draft with vLLM from a plain command line, without Hydra: the same stages as the recipe.
 
 python -m nemo_automodel.components.speculative.serve_vllm --target T --draft D [--print-only] [-- more vLLM flags]
@@ -11,33 +12,45 @@ python -m nemo_automodel.components.speculative.serve_vllm publish --draft D --t
 
 from __future__ import annotations
 
-import argparse
+import os
+import signal
 import sys
+
+INTERRUPTED = "interrupted"
+
+
+def _stop_importing(*_: object) -> None:
+    os.write(2, f"{INTERRUPTED}\n".encode())
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, _stop_importing)
+
+import argparse
 from pathlib import Path
-from typing import Any, NoReturn, Sequence
+from typing import Sequence
 
 from rich.console import Console
 
-from nemo_automodel.components.speculative.serve.cli_words import as_flags
+from nemo_automodel.components.speculative.serve.cli_words import OneLineParser, as_flags
 from nemo_automodel.components.speculative.serve.doctor import diagnose
+from nemo_automodel.components.speculative.serve.extra_words import parse_extra, served_name
 from nemo_automodel.components.speculative.serve.managed import main as run_runtimes
+from nemo_automodel.components.speculative.serve.options import refuse_unusable
 from nemo_automodel.components.speculative.serve.pipeline import run_export, run_serve
 from nemo_automodel.components.speculative.serve.publish import run_publish
 from nemo_automodel.components.speculative.serve.report import Report
 from nemo_automodel.components.speculative.serve.secret_names import refuse_secret_words
 from nemo_automodel.components.speculative.serve.types import Engine, ServeSpec, SharedTensors
-from nemo_automodel.errors import ConfigError, Interrupted, UserError, VllmMissingError
+from nemo_automodel.errors import ConfigError, Interrupted, UserError
 from nemo_automodel.files import expand_user
 
 PROG = "python -m nemo_automodel.components.speculative.serve_vllm"
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse whose mistakes read like the rest: one line, and what to type next."""
-
-    def error(self, message: str) -> NoReturn:
-        remedy = f"{self.prog} --help" if "unrecognized" not in message else "vLLM's own flags go after a --"
-        raise ConfigError(message, where="command line", remedy=remedy)
+class _Parser(OneLineParser):
+    for_unrecognized = "vLLM's own flags go after a --"
 
 
 def _text(value: str) -> str:
@@ -114,7 +127,7 @@ def run_doctor(words: Sequence[str], extra: Sequence[str]) -> int:
     """
     args, more = build_doctor_parser().parse_args(words), parse_extra(extra)
     spec = ServeSpec(
-        checkpoint=args.draft,
+        checkpoint=_draft(args.draft),
         target=args.target or "",
         print_only=True,
         tensor_parallel_size=args.tp_size,
@@ -123,9 +136,10 @@ def run_doctor(words: Sequence[str], extra: Sequence[str]) -> int:
         method=args.method,
         max_model_len=args.max_model_len,
         vllm_version=args.vllm,
-        served_model_name=more.pop("served-model-name", None),
+        served_model_name=served_name(more),
         extra_args=more,
     )
+    refuse_unusable(spec)
     diagnosis = diagnose(spec, Path.cwd())
     Report(Console(highlight=False), as_flags).diagnosis(diagnosis)
     return diagnosis.exit_code
@@ -150,36 +164,19 @@ def run_convert(words: Sequence[str]) -> int:
     return 0
 
 
-def parse_extra(words: Sequence[str]) -> dict[str, Any]:
-    """vLLM flags as `serve.extra_args`: --flag VALUE, --flag=VALUE, or a bare --flag (true).
-
-    Raises:
-        ConfigError: a word that belongs to no flag, or a flag given twice.
-    """
-    extra: dict[str, Any] = {}
-    i = 0
-    while i < len(words):
-        word = words[i]
-        if not word.startswith("--") or word == "--":
-            raise ConfigError(
-                f"{word!r} belongs to no flag", where="after --", remedy="write --flag VALUE or --flag=VALUE"
-            )
-        key, equals, value = word[2:].partition("=")
-        i += 1
-        if key in extra:
-            raise ConfigError(f"--{key} is given twice", where="after --", remedy="keep one")
-        if not equals and i < len(words) and not words[i].startswith("--"):
-            value, equals = words[i], "="
-            i += 1
-        extra[key] = value if equals else True
-    return extra
+def _draft(given: str) -> str:
+    """Raises ConfigError: the recipe's words for its newest run, which this command line knows nothing of."""
+    if given in ("LATEST", "BEST") and not Path(given).exists() and not Path(given).is_symlink():
+        found = f"{given} is a word of the recipe's: its newest run"
+        raise ConfigError(found, where="--draft", remedy=f"give a path: --draft RUN/checkpoints/{given}")
+    return given
 
 
 def spec_from_args(args: argparse.Namespace, extra: Sequence[str]) -> ServeSpec:
     """The same plain value that the recipe makes from Hydra's config."""
     more = parse_extra(extra)
     return ServeSpec(
-        checkpoint=args.draft,
+        checkpoint=_draft(args.draft),
         target=args.target,
         print_only=args.print_only,
         host=args.host,
@@ -197,48 +194,63 @@ def spec_from_args(args: argparse.Namespace, extra: Sequence[str]) -> ServeSpec:
         vllm_version=args.vllm_version,
         engine=Engine(args.engine),
         python=args.python,
-        served_model_name=more.pop("served-model-name", None),
+        served_model_name=served_name(more),
         extra_args=more,
     )
 
 
+COMMANDS = ("doctor", "convert", "runtimes", "diagnose", "publish")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 failed, 2 vLLM missing or too old, 130 interrupted."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    cut = words.index("--") if "--" in words else len(words)
     try:
-        refuse_secret_words(words, where="command line")
-        if words[:1] == ["doctor"]:
-            return run_doctor(words[1:cut], words[cut + 1 :])
-        if words[:1] == ["convert"]:
-            return run_convert(words[1:])
-        if words[:1] == ["runtimes"]:
-            return run_runtimes(words[1:])
-        if words[:1] == ["publish"]:
-            return run_publish(words[1:], prog=f"{PROG} publish")
-        if words[:1] == ["diagnose"]:
-            from nemo_automodel.components.speculative.bench.diagnose_cli import run_diagnose
-
-            return run_diagnose(words[1:], prog=f"{PROG} diagnose")
-        args = build_parser().parse_args(words[:cut])
-        spec = spec_from_args(args, words[cut + 1 :])
-        report = Report(words=as_flags)
-        if args.export_only:
-            return run_export(spec, base_dir=Path.cwd(), report=report)
-        return run_serve(spec, base_dir=Path.cwd(), out_dir=None, report=report)
+        if signal.getsignal(signal.SIGINT) is _stop_importing:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return _run(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         print(f"error: {as_flags(str(error))}", file=sys.stderr)
         return error.exit_code
-    except SystemExit as ended:  # argparse of runtimes, diagnose and publish; its 2 would mean that vLLM is missing
-        if ended.code != VllmMissingError.exit_code:
-            raise
-        return UserError.exit_code
     except OSError as error:  # a disk, a closed pipe: nothing that a traceback would explain
         print(f"error: {error} [{error.filename or 'this machine'}] -> see the reason, then run again", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print(INTERRUPTED, file=sys.stderr)
         return Interrupted.exit_code
 
 
+def _run(words: list[str]) -> int:
+    """One command.
+
+    Raises:
+        UserError: any stage's own, a word that is no command, a secret among the words.
+    """
+    cut = words.index("--") if "--" in words else len(words)
+    refuse_secret_words(words, where="command line")
+    if words[:1] == ["doctor"]:
+        return run_doctor(words[1:cut], words[cut + 1 :])
+    if words[:1] == ["convert"]:
+        return run_convert(words[1:])
+    if words[:1] == ["runtimes"]:
+        return run_runtimes(words[1:])
+    if words[:1] == ["publish"]:
+        return run_publish(words[1:], prog=f"{PROG} publish")
+    if words[:1] == ["diagnose"]:
+        from nemo_automodel.components.speculative.bench.diagnose_cli import run_diagnose
+
+        return run_diagnose(words[1:], prog=f"{PROG} diagnose")
+    if words and not words[0].startswith("-"):
+        remedy = f"one of {', '.join(COMMANDS)}; or --target T --draft D to serve"
+        raise ConfigError(f"there is no command {words[0]!r}", where="command line", remedy=remedy)
+    args = build_parser().parse_args(words[:cut])
+    spec = spec_from_args(args, words[cut + 1 :])
+    report = Report(words=as_flags)
+    if args.export_only:
+        return run_export(spec, base_dir=Path.cwd(), report=report)
+    return run_serve(spec, base_dir=Path.cwd(), out_dir=None, report=report)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done: the exit code stays what it is
+    sys.exit(code)

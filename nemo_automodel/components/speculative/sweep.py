@@ -71,7 +71,8 @@ def _refuse_unreadable(argument: str) -> None:
         OverridesParser.create().parse_override(argument)
     except HydraException as error:
         key, _, value = argument.partition("=")
-        quoted = shlex.quote(f"{key}={quote_value(value)}")
+        plain = not set(value) & set("'\"\\")  # then no quote needs an escape, in the shell or in Hydra
+        quoted = f"'{key}=\"{value}\"'" if plain else shlex.quote(f"{key}={quote_value(value)}")
         raise ConfigError(
             "Hydra cannot read this value", where=argument, remedy=f"quote it, for the shell and for Hydra: {quoted}"
         ) from error

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from nemo_automodel.components.speculative.bench.diagnose import Cause, Diagnosis, compare_folders
 from nemo_automodel.components.speculative.bench.parity import PARITY_JOB, PARITY_PROMPTS, anew, diagnose
+from nemo_automodel.components.speculative.serve.cli_words import OneLineParser
 from nemo_automodel.components.speculative.serve.counters import SpecDecodeCounters
 from nemo_automodel.components.speculative.serve.pipeline import plan_only
 from nemo_automodel.components.speculative.serve.record import RESULT
@@ -29,7 +30,7 @@ from nemo_automodel.files import read_json, write_json
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     """The flags of `diagnose`."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog=prog,
         description="Compare what was served with what was trained. Exit code: 0 no difference, 1 there is one.",
         allow_abbrev=False,

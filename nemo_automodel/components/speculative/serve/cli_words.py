@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+from typing import NoReturn
+
+from nemo_automodel.errors import ConfigError
 
 # Hydra's key -> the flag of `serve_vllm` that sets the same.
 FLAGS = {
@@ -27,11 +31,23 @@ FLAGS = {
     "served_model_name": "-- --served-model-name",
     "vllm.version": "--vllm-version",
 }
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse whose mistakes read like the rest: one line, and what to type next."""
+
+    for_unrecognized: str | None = None  # the remedy for a flag that there is not; None: the help
+
+    def error(self, message: str) -> NoReturn:
+        remedy = self.for_unrecognized if "unrecognized" in message else None
+        raise ConfigError(message, where="command line", remedy=remedy or f"{self.prog} --help")
+
+
 _KEY = re.compile(r"(?<![\w./-])([+~]?)serve\.([a-z_]+(?:\.[A-Za-z_][\w-]*)*)(?:=([^\s,;)\]]+))?")
 _GROUP = re.compile(r"(?<![\w./-])serve/(vllm|port|engine)=(\w+)")
 _PHRASES = (
     ("leave it at null", "leave it out"),
-    ("or null for", "or leave it out for"),
+    ("or null", "or leave it out"),
     ("serve.extra_args", "after --"),
     ("serve.env", "environment"),
 )

@@ -16,6 +16,11 @@ from typing import Any, Mapping
 
 from nemo_automodel.components.speculative.serve import compile_cache
 from nemo_automodel.components.speculative.serve.docker import build_docker_command
+from nemo_automodel.components.speculative.serve.flag_kinds import (
+    refuse_unservable,
+    refuse_wrong_value,
+    takes_several,
+)
 from nemo_automodel.components.speculative.serve.secret_names import is_secret_name, secret_keys, shell_remedy
 from nemo_automodel.components.speculative.serve.types import Fixups, LaunchCommand, RuntimeKind, ServeSpec
 from nemo_automodel.components.speculative.serve.vllm_flags import flag_warnings, full_flag, unknown_flag
@@ -160,7 +165,7 @@ def _server_env(spec: ServeSpec, release: VllmRelease, inherited: Mapping[str, s
                 f"{name!r} is no environment variable", where="serve.env", remedy="use letters, digits and _"
             )
         if is_secret_name(name) or any(secret_keys(env[name], name)):
-            raise ConfigError(f"{name} is a secret", where=f"serve.env.{name}", remedy=shell_remedy(name))
+            raise ConfigError(f"{name} is a secret", where=f"serve.env.{name}", remedy=shell_remedy(name, "serve.env."))
     name = "VLLM_CPU_KVCACHE_SPACE"
     if release.cpu and name not in env and "kv-cache-memory-bytes" not in {_flag(key) for key in spec.extra_args}:
         # without it vLLM takes gpu_memory_utilization of all RAM
@@ -183,7 +188,8 @@ def _flag(key: str) -> str:
 
 
 def extra_flags(extra_args: Mapping[str, Any], release: VllmRelease, managed: Mapping[str, str] = MANAGED) -> list[str]:
-    """`serve.extra_args` as flags: true -> --flag, false -> --no-flag, null -> left out, dict or list -> JSON.
+    """`serve.extra_args` as flags: true -> --flag, false -> --no-flag, null -> left out, dict or list -> JSON, or one
+    word each where vLLM takes several.
 
     `managed`: flag -> the config key that sets it.
 
@@ -195,10 +201,15 @@ def extra_flags(extra_args: Mapping[str, Any], release: VllmRelease, managed: Ma
         flag = full_flag(_flag(key), release.version) if managed is MANAGED else _flag(key)
         _refuse_flag(key, flag, release, managed)
         _refuse_value(key, flag, value)
+        if managed is MANAGED:
+            refuse_wrong_value(flag, value, f"serve.extra_args.{key}")
         if value is None:
             continue
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, (list, tuple)) and takes_several(flag):
+            several = (json.dumps(one, ensure_ascii=False) if isinstance(one, Mapping) else str(one) for one in value)
+            words += [f"--{flag}", *several]
         elif isinstance(value, Mapping) or isinstance(value, (list, tuple)):
             words += [f"--{flag}", json.dumps(value, ensure_ascii=False)]
         else:
@@ -227,10 +238,7 @@ def _refuse_value(key: str, flag: str, value: Any) -> None:
     for inner in secret_keys(value, where):
         found = f"{inner.rpartition('.')[2]} would put a secret on the command line"
         raise ConfigError(found, where=inner, remedy=shell_remedy(inner.rpartition(".")[2]))
-    if flag == "disable-log-stats" and value:
-        raise ConfigError(
-            f"--{flag} takes the counters away that prove speculation", where=where, remedy="leave it out"
-        )
+    refuse_unservable(flag, value, where)
 
 
 def command_warnings(spec: ServeSpec, release: VllmRelease, environ: Mapping[str, str]) -> tuple[str, ...]:

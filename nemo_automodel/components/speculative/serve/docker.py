@@ -200,5 +200,6 @@ def _check_extra(spec: ServeSpec) -> None:
             raise ConfigError(f"{word} is managed here", where=where, remedy="leave it out")
     for found in secret_keys(spec.runtime.docker_args, where):
         name = found.rpartition(".")[2]
-        remedy = shell_remedy(name) if name in BY_NAME else f"{shell_remedy(name)}; pass it on as [-e, {name}]"
+        told = shell_remedy(name, f"{where}.")
+        remedy = told if name in BY_NAME else f"{told}; pass it on as [-e, {name}]"
         raise ConfigError(f"{name} would put a secret on the command line", where=where, remedy=remedy)

@@ -43,9 +43,10 @@ __all__ = ["ExportPlan", "export", "plan_export", "refuse_replaced", "reusable_d
 LOCK_SECONDS = 1800  # another export of the same draft is a copy of gigabytes at most
 WHERE = "serve.export_dir"
 FICLONE = 0x40049409  # linux/fs.h
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # NFS and the like, from flock
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_FOLDER = (errno.EEXIST, errno.ENOTDIR)  # a file where a folder is to be
 
 
 def export(plan: ExportPlan, say: Callable[[str], None] = lambda line: None) -> Exported:
@@ -91,12 +92,15 @@ def _locked(dest: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _as_export_error(error: OSError, plan: ExportPlan) -> ExportError:
+    if error.errno == errno.EFBIG:
+        found = f"the export's weights take {plan.weight_bytes} bytes, and files may not be that large here"
+        raise ExportError(found, where=WHERE, remedy="ulimit -f unlimited, or serve.export_dir=FOLDER on another disk")
     if error.errno in _FULL:
         place = next(p for p in plan.dest.parents if p.exists())
         free = shutil.disk_usage(place).free
         found = f"no space for the export: {plan.weight_bytes} bytes needed, {free} free at {place} ({error.strerror})"
         return ExportError(found, where=WHERE, remedy="make room, or serve.export_dir=FOLDER on another disk")
-    remedies = dict.fromkeys(_DENIED, "serve.export_dir=FOLDER that can be written")
+    remedies = dict.fromkeys((*_DENIED, *_NO_FOLDER), "serve.export_dir=FOLDER that can be written")
     remedies |= dict.fromkeys(_LOCKLESS, "its file system has no locks: serve.export_dir=FOLDER on a local disk")
     remedy = remedies.get(error.errno, "see the reason, then run again")
     return ExportError(f"cannot export to {plan.dest}: {error}", where=WHERE, remedy=remedy)

@@ -115,7 +115,9 @@ def choose_dest(resolved: Resolved, spec: ServeSpec, base_dir: Path) -> tuple[Pa
     """`vllm_export/` beside the weights; its own folder under `serve.export_dir`; a cache for stores."""
     name = _label(resolved.model_dir)
     if spec.export_dir is not None:
-        dest = (base_dir / expand_user(spec.export_dir)).absolute() / name
+        given = (base_dir / expand_user(spec.export_dir)).absolute()
+        _refuse_place(given, resolved, base_dir / expand_user(spec.target))
+        dest = given / name
     elif (why := _no_place(resolved)) is None:
         usual = resolved.model_dir / EXPORT_DIR
         if (usual / MANIFEST).is_file() or not foreign_files(usual):
@@ -129,6 +131,16 @@ def choose_dest(resolved: Resolved, spec: ServeSpec, base_dir: Path) -> tuple[Pa
     if dest.resolve() == resolved.model_dir:
         raise ExportError(f"{dest} is the draft itself", where="serve.export_dir", remedy="name another folder")
     return dest, ()
+
+
+def _refuse_place(given: Path, resolved: Resolved, target: Path) -> None:
+    """Raises ExportError: `serve.export_dir` is a folder that has another use; exports would be strewn into it."""
+    uses = {Path("/"): "the root of the file system", target: "the target's own folder"}
+    uses[resolved.model_dir] = "the folder of the draft's weights"
+    for folder, use in uses.items():
+        if given.resolve() == folder.resolve():
+            found = f"{given} is {use}"
+            raise ExportError(found, where="serve.export_dir", remedy="name another folder, or leave it at null")
 
 
 def foreign_files(folder: Path) -> list[str]:

@@ -9,7 +9,6 @@ check has passed. One without that file is half-made and is made anew. A lock be
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Iterator
 
+from nemo_automodel.components.speculative.serve.cli_words import OneLineParser
 from nemo_automodel.components.speculative.serve.gpus import visible_gpus
 from nemo_automodel.components.speculative.serve.vllm_release import known_minors, newest_patch, release_for
 from nemo_automodel.errors import ConfigError, Interrupted, PreflightError, UserError, VllmMissingError
@@ -150,7 +150,7 @@ def remove_environment(directory: Path, name: str) -> None:
         raise ConfigError(
             f"no environment {name!r} in {directory}",
             where="--remove",
-            remedy=f"name one of {', '.join(names)}" if names else "nothing to remove",
+            remedy=f"name one of {', '.join(names)}" if names else "there is none; to list them: serve_vllm runtimes",
         )
     environment = Environment(directory / name, "vllm", "0")
     if pids := list(_running_in(environment)):
@@ -192,14 +192,14 @@ def _list(directory: Path) -> None:
 
 def main(argv: list[str]) -> int:
     """List, make or remove managed environments; an exit code of the product."""
-    parser = argparse.ArgumentParser(prog="runtimes", description="The vLLM environments of serve/runtime=managed.")
+    parser = OneLineParser(prog="runtimes", description="The vLLM environments of serve/runtime=managed.")
     parser.add_argument("--dir", help=f"where they are (default: ${DIR_VARIABLE}, or ~/.cache/train-then-serve)")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--make", metavar="VERSION", help="make one now, such as 0.32, unless it is there")
     choice.add_argument("--remove", metavar="NAME", help="delete one")
-    args = parser.parse_args(argv)
-    directory = runtimes_dir(args.dir)
     try:
+        args = parser.parse_args(argv)
+        directory = runtimes_dir(args.dir)
         if args.make:
             ensure_environment(plan_environment(args.make, args.dir), lambda line: print(line, file=sys.stderr))
         elif args.remove:

@@ -12,17 +12,14 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nemo_automodel.components.speculative.serve.command import (
-    build_baseline_command,
-    build_command,
-    command_warnings,
-)
+from nemo_automodel.components.speculative.serve.command import build_baseline_command, build_command, command_warnings
 from nemo_automodel.components.speculative.serve.doctor import Severity, findings_of
 from nemo_automodel.components.speculative.serve.export import export, refuse_replaced, reusable_digest
 from nemo_automodel.components.speculative.serve.export_line import export_line
 from nemo_automodel.components.speculative.serve.export_plan import ExportPlan, plan_export
 from nemo_automodel.components.speculative.serve.fixup import examine
-from nemo_automodel.components.speculative.serve.port import find_port
+from nemo_automodel.components.speculative.serve.options import refuse_unusable
+from nemo_automodel.components.speculative.serve.port import check_host, find_port
 from nemo_automodel.components.speculative.serve.record import RESULT, JobRecord, reason_of
 from nemo_automodel.components.speculative.serve.report import Report
 from nemo_automodel.components.speculative.serve.resolve import resolve
@@ -39,11 +36,7 @@ from nemo_automodel.components.speculative.serve.sglang import (
     sglang_warnings,
 )
 from nemo_automodel.components.speculative.serve.shared import omit_shared
-from nemo_automodel.components.speculative.serve.target_facts import (
-    absolute_target,
-    read_target,
-    read_target_or_none,
-)
+from nemo_automodel.components.speculative.serve.target_facts import absolute_target, read_target, read_target_or_none
 from nemo_automodel.components.speculative.serve.text_paths import printable, refuse_no_text
 from nemo_automodel.components.speculative.serve.types import (
     Engine,
@@ -117,6 +110,9 @@ def refuse_foreground_sweep(spec: ServeSpec, multirun: bool) -> None:
 def _plan(spec: ServeSpec, base_dir: Path, record: JobRecord, report: Report, *, exporting: bool = False) -> Plan:
     """Every pure stage in turn; the record knows at which one it ends. With `exporting` nothing is to be started."""
     record.stage = "release"
+    refuse_unusable(spec)
+    if not exporting:
+        check_host(spec.host)
     starting, sglang = not (spec.print_only or exporting), spec.engine is Engine.sglang
     if sglang and not spec.speculates:
         raise ConfigError("K = 0", where="serve.num_speculative_tokens", remedy="serve/engine=vllm, or 1 and more")
@@ -147,9 +143,11 @@ def _plan(spec: ServeSpec, base_dir: Path, record: JobRecord, report: Report, *,
     record.fixups(fixups)
     export_plan = plan_export(resolved, fixups, spec, base_dir)
     export_plan = sglang_dest(export_plan) if sglang else export_plan
-    report.plan(resolved, fixups)
+    if spec.speculates:
+        report.plan(resolved, fixups)
     served = () if exporting else sglang_warnings(spec) if sglang else command_warnings(spec, found.release, os.environ)
-    told = (*found.warnings, *unread, *fixups.warnings, *export_plan.notes, *served)
+    of_draft = (*fixups.warnings, *export_plan.notes) if spec.speculates else ()  # K = 0: it is not served
+    told = (*found.warnings, *unread, *of_draft, *served)
     record.warn(*told)
     for line in told:
         report.warn(line)

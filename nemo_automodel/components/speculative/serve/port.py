@@ -8,7 +8,7 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import Iterable
+from typing import Any, Iterable
 
 from nemo_automodel.errors import ConfigError, LaunchError
 
@@ -24,11 +24,7 @@ def find_port(host: str, port: int) -> int:
         raise ConfigError(
             f"port {port} is out of range", where="serve.port", remedy="serve.port=8000, or 0 for a free one"
         )
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (socket.gaierror, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "no name of a host"
-        raise ConfigError(f"{host}: {reason}", where="serve.host", remedy="serve.host=127.0.0.1") from error
+    family, kind, proto, _, address = _resolve_host(host, port)
     with socket.socket(family, kind, proto) as probe:
         # as asyncio's servers do: ports of ended connections are free, ports that are listened on are not
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -41,6 +37,23 @@ def find_port(host: str, port: int) -> int:
                 remedy="serve.port=0 for a free one, or stop what listens there",
             ) from error
         return probe.getsockname()[1]
+
+
+def check_host(host: str) -> None:
+    """Raises ConfigError: no address of that name, or a port in it."""
+    _resolve_host(host, 0)
+
+
+def _resolve_host(host: str, port: int) -> tuple[Any, ...]:
+    """The first answer of getaddrinfo: family, kind, protocol, name, address."""
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "no name of a host"
+        remedy = "serve.host=127.0.0.1"
+        if apart := re.fullmatch(r"(?:\w+://)?([^:/\s]+):(\d+)/?", host):
+            reason, remedy = "the port has a key of its own", f"serve.host={apart[1]} and serve.port={apart[2]}"
+        raise ConfigError(f"{host}: {reason}", where="serve.host", remedy=remedy) from error
 
 
 def foreign_listeners(port: int, pids: Iterable[int]) -> bool:

@@ -14,6 +14,7 @@ from nemo_automodel.components.speculative.serve.fixup_serving import check_opti
 from nemo_automodel.components.speculative.serve.fixup_target import check_family
 from nemo_automodel.components.speculative.serve.gpus import visible_gpus
 from nemo_automodel.components.speculative.serve.ledger import Ledger
+from nemo_automodel.components.speculative.serve.options import refuse_unusable
 from nemo_automodel.components.speculative.serve.port import find_port
 from nemo_automodel.components.speculative.serve.report import Report
 from nemo_automodel.components.speculative.serve.runtime import is_planned, resolve_release, settle_runtime
@@ -45,6 +46,7 @@ def preflight(spec: ServeSpec, draft: DraftConfig, train: TrainConfig, *, base_d
             problems.append(error)
             return None
 
+    check(lambda: refuse_unusable(spec))
     settled = check(lambda: settle_runtime(spec, Report().say, start=False))
     target = check(lambda: _read_target(spec, base_dir))
     check(lambda: _check_prompts(spec))

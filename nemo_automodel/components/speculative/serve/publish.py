@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
+from nemo_automodel.components.speculative.serve.cli_words import OneLineParser
 from nemo_automodel.components.speculative.serve.export import write_weights
 from nemo_automodel.components.speculative.serve.export_plan import CONFIG, WEIGHTS
 from nemo_automodel.components.speculative.serve.pipeline import plan_only
@@ -37,7 +38,7 @@ _OURS = ("architectures", "parallel_drafting", "num_depths", "ttt_steps", "pard_
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     """The flags of `publish`."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog=prog,
         description="Write the exported draft and a model card into a new folder; upload it only with --push.",
         allow_abbrev=False,
@@ -74,7 +75,7 @@ def run_publish(words: Sequence[str], *, prog: str) -> int:
     k = args.num_speculative_tokens or ((result or {}).get("benchmark") or {}).get("k") or None
     out = expand_user(args.out).absolute()
     spec = ServeSpec(
-        args.draft, args.target, num_speculative_tokens=k, vllm_version=args.vllm_version, export_dir=str(out.parent)
+        args.draft, args.target, num_speculative_tokens=k, vllm_version=args.vllm_version, export_dir=str(out)
     )
     plan = plan_only(spec, base_dir=Path.cwd())
     _refuse_another_draft(result, plan.resolved.model_dir)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +115,9 @@ def _places(path: Path, looks: list[_Look], seen: set[Path]) -> Iterator[Path]:
         if newest is not None:
             yield from _places(newest, looks, seen)
             return
-    if not (path / "checkpoints").is_dir() and not (path / "config.json").is_file():
+    if (path / "checkpoints").is_file():
+        looks.append(_Look(path / "checkpoints", "is a file, not a folder"))
+    elif not (path / "checkpoints").is_dir() and not (path / "config.json").is_file():
         looks.append(_Look(path / "checkpoints", "is not there"))
 
 
@@ -132,7 +135,9 @@ def _snapshot(repo: Path, looks: list[_Look]) -> Iterator[Path]:
 def _follow_latest(path: Path, looks: list[_Look]) -> Path | None:
     """A LATEST text file stands for the sibling it names; a dangling link or a name that leads away is reported."""
     if path.is_symlink() and not path.exists():
-        looks.append(_Look(path, f"is a link to {path.readlink()}, which is not there"))
+        to = path.readlink()
+        gone = "itself" if path.parent / to == path else f"{to}, which is not there{_epochs_there(path.parent)}"
+        looks.append(_Look(path, f"is a link to {gone}"))
         return None
     if not path.is_file() or path.name != LATEST:
         return path
@@ -142,9 +147,15 @@ def _follow_latest(path: Path, looks: list[_Look]) -> Path | None:
         return None
     target = path.parent / name
     if not target.is_dir():
-        looks.append(_Look(path, f"names {name[:200]!r}, which is not there"))
+        looks.append(_Look(path, f"names {name[:200]!r}, which is not there{_epochs_there(path.parent)}"))
         return None
     return target
+
+
+def _epochs_there(holder: Path) -> str:
+    """The checkpoints beside a LATEST that leads nowhere, for its message."""
+    names = sorted(child.name for child in holder.glob("epoch_*") if child.is_dir())
+    return f" (there are: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''})" if names else ""
 
 
 def _newest_epoch(holder: Path) -> Path | None:
@@ -188,6 +199,12 @@ def read_draft(model_dir: Path) -> Resolved:
         raise ResolveError(
             f"{error} (half-written?)", where=WHERE, remedy="name another checkpoint or save it again"
         ) from error
+    if key := _non_finite(config):
+        raise ResolveError(
+            f"{key} in config.json of {model_dir} is no finite number: JSON has none other",
+            where=WHERE,
+            remedy=f"write a number for {key}, or take it out",
+        )
     shards = weight_files(model_dir)
     tensors = read_tensors(model_dir, shards)
     return Resolved(
@@ -198,6 +215,15 @@ def read_draft(model_dir: Path) -> Resolved:
         shards=tuple(shards),
         recipe_depth=_recipe_depth(model_dir),
     )
+
+
+def _non_finite(value: Any, path: str = "") -> str | None:
+    """The dotted path of the first Infinity or NaN, which Python's reader takes and no JSON file may hold."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = (_non_finite(one, f"{path}.{key}" if path else str(key)) for key, one in inner)
+    return next(filter(None, found), None)
 
 
 def _recipe_depth(model_dir: Path) -> int | None:

@@ -75,9 +75,12 @@ def refuse_secret_words(words: Sequence[str], *, where: str) -> None:
     Raises:
         ConfigError: the name of the secret is told, the value is not.
     """
-    for found in (*secret_words(words), *(key for word in words for key in secret_keys(word, "a value"))):
-        name = found.rpartition(".")[2]
-        raise ConfigError(f"{name} would put a secret on the command line", where=where, remedy=shell_remedy(name))
+    flag = where
+    for i, word in enumerate(words):
+        flag = word.partition("=")[0] if word.startswith("--") and len(word) > 2 else flag
+        for found in (*secret_words(words[i : i + 2]), *secret_keys(word.partition("=")[2] or word, "a value")):
+            name = found.rpartition(".")[2]
+            raise ConfigError(f"{name} would put a secret on the command line", where=flag, remedy=shell_remedy(name))
 
 
 def refuse_secret_overrides(arguments: list[str]) -> None:
@@ -92,7 +95,9 @@ def refuse_secret_overrides(arguments: list[str]) -> None:
             continue
         for where in _secret_places(argument):
             name = where.rpartition(".")[2]
-            raise ConfigError(f"{name} is a secret, and overrides are stored", where=where, remedy=shell_remedy(name))
+            raise ConfigError(
+                f"{name} is a secret, and overrides are stored", where=where, remedy=shell_remedy(name, where)
+            )
 
 
 def refuse_secret_config(config: Mapping[str, Any]) -> None:
@@ -104,21 +109,25 @@ def refuse_secret_config(config: Mapping[str, Any]) -> None:
     for where in secret_keys(config):
         name = where.rpartition(".")[2]
         found = f"{name} is a secret, and the configuration is stored"
-        raise ConfigError(found, where=where, remedy=shell_remedy(name))
+        raise ConfigError(found, where=where, remedy=shell_remedy(name, where))
 
 
-def shell_remedy(name: str) -> str:
-    """What to do instead of writing the secret `name` into the configuration."""
-    if not is_secret_name(name):  # a value that looks like one, under an innocent name
-        return f"take it out; if the server needs it, export {_variable(name)} in the shell: it inherits that"
-    return f"export {_variable(name)} in the shell instead: the server inherits it and it is never printed"
+def shell_remedy(name: str, where: str = "") -> str:
+    """What to do instead of writing the secret `name` at `where`; what stands for an environment is a variable."""
+    environment = where.startswith(("serve.env.", "serve.runtime.docker_args."))
+    if variable := _variable(name) or (name if environment else None):
+        return f"export {variable} in the shell instead: the server inherits it and it is never printed"
+    return "take it out: a secret on a command line is stored and seen by everybody who lists processes"
 
 
-def _variable(name: str) -> str:
+def _variable(name: str) -> str | None:
+    """The environment variable that does what the flag or key would; None: nothing reads one of that name."""
     plain = name.lower().replace("-", "_")
-    if plain in ("api_key", "authorization"):
+    if plain in ("api_k", "api_ke", "api_key", "authorization"):
         return "VLLM_API_KEY"
-    return name.upper().replace("-", "_").replace(" ", "_")
+    if re.fullmatch(r"hf_t(o|ok|oke|oken)?", plain):
+        return "HF_TOKEN"
+    return name if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", name) else None  # it is one already
 
 
 def _secret_places(argument: str) -> list[str]:

@@ -32,11 +32,20 @@ def read_target(path: str, base_dir: Path | None = None) -> TargetFacts:
             raise ResolveError(
                 f"no config.json in {folder}", where=WHERE, remedy="name a folder of a Hugging Face model"
             )
+    elif folder.is_file():
+        raise ResolveError(f"{folder} is a file", where=WHERE, remedy="name the model's folder")
     elif is_path_like(path, base_dir):
         raise ResolveError(f"no folder {folder}", where=WHERE, remedy="name an existing model folder or a Hub id")
     else:
         file = fetch_hub_file(path, "config.json", where=WHERE)
-    return replace(facts_from_config(path, _read(file)), folder=file.parent)
+    config = _read(file)
+    if name := _draft_class(config):
+        raise ResolveError(
+            f"{path} is a draft ({name}), not a target",
+            where=WHERE,
+            remedy="name the model that the draft was made for",
+        )
+    return replace(facts_from_config(path, config), folder=file.parent)
 
 
 def read_target_or_none(path: str, base_dir: Path | None = None) -> tuple[TargetFacts | None, str | None]:
@@ -50,7 +59,15 @@ def read_target_or_none(path: str, base_dir: Path | None = None) -> tuple[Target
     except ResolveError as error:
         if is_path_like(path, base_dir) or (Path(base_dir or ".") / expand_user(path)).is_dir():
             raise
-        return None, f"{error.found}: checks of the draft against this target are skipped"
+        lost = "vocabulary, hidden size, layers and lengths of the draft were not checked against it (skipped)"
+        return None, f"the target's config.json could not be read, so {lost}: {error.found}"
+
+
+def _draft_class(config: Mapping[str, Any]) -> str | None:
+    """The class of a config that is a speculative draft's; None: it is another model's."""
+    names = config.get("architectures")
+    names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return next((name for name in names if "Eagle3" in name or name.endswith("DraftModel")), None)
 
 
 def tokenizer_size(folder: Path | None) -> int | None:
@@ -104,4 +121,4 @@ def facts_from_config(path: str, config: Mapping[str, Any]) -> TargetFacts:
 def absolute_target(target: str, base_dir: Path) -> str:
     """A local target as an absolute path (a pasted command must work from any folder); a Hub id as it is."""
     folder = (base_dir / expand_user(target)).absolute()
-    return str(folder) if folder.is_dir() else target
+    return str(folder) if target.strip() and folder.is_dir() else target  # empty: `read_target` says so

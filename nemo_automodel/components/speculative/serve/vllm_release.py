@@ -173,10 +173,11 @@ def resolve_release(spec: ServeSpec) -> ResolvedRelease:
     told = None if unnumbered else installed
     release = release_for(spec.vllm_version if explicit else told or known_minors()[-1])
     warnings = [] if release.known else [unknown_text(release)]
+    facts_of = release.version if release.known else known_minors()[-1]
     if installed is None:
-        warnings.append(f"no vLLM in {spec.python or sys.executable}: the facts are those of {release.version}")
+        warnings.append(f"no vLLM in {spec.python or sys.executable}: the facts are those of {facts_of}")
     elif unnumbered:
-        found_text = f"vLLM {installed} tells no release: the facts are those of {release.version}"
+        found_text = f"vLLM {installed} tells no release: the facts are those of {facts_of}"
         warnings.append(found_text + ("" if explicit else "; name another with serve.vllm.version"))
     elif explicit and _minor(installed) != _minor(release.version):
         text = f"vLLM {installed} is installed, {spec.vllm_version} is asked for"
@@ -206,7 +207,8 @@ def release_to_export_for(spec: ServeSpec) -> ResolvedRelease:
 
 
 def unknown_text(release: VllmRelease) -> str:
-    return f"vLLM {release.version} is newer than {known_minors()[-1]}, the newest that was read: its facts are assumed"
+    newest = known_minors()[-1]
+    return f"vLLM {release.version} is newer than any release that was read here: the facts of {newest} are used"
 
 
 def require_vllm(resolved: ResolvedRelease, spec: ServeSpec) -> str:
